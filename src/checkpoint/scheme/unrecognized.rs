@@ -1,6 +1,6 @@
 //! What is stored quantized and no scheme of the list decodes. It stays raw, and decoding is refused with its name.
 
-use std::{cell::OnceCell, collections::HashMap};
+use std::{cell::LazyCell, collections::HashMap};
 
 use ckfs_tensor::{DType, TensorId};
 
@@ -19,20 +19,22 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
     let settings = QuantizationConfig::read(stored);
     let method = method(stored);
     let used = found.operands();
-    let (scaled, neighbours) = (Scaled::new(stored), Neighbours { stored, by_module: OnceCell::new() });
+    // Made when the first such tensor is met.
+    let (scaled, neighbours) = (LazyCell::new(|| ScaledNames::of(stored)), LazyCell::new(|| by_module(stored)));
+    let shown = |codes: &TensorInfo<'_>| may_be_scaled(codes).then(|| scaled.shown(codes)).flatten();
     let is_open = |found: &SchemeFindings<'_>, id: &TensorId| !found.is_taken(*id) && !used[id.0 as usize];
     for (id, codes) in stored.iter() {
         if !is_open(found, &id) {
             continue;
         }
         if are_codes(stored, &codes, method.is_some()) {
-            found.unsupported(&told(&neighbours, &settings, method.as_deref(), &codes), Some(id));
-        } else if let (None, Some(shown)) = (&method, scaled.of(&codes)) {
+            found.unsupported(&told(&settings, method.as_deref(), &codes, &|| beside(&neighbours, &codes)), Some(id));
+        } else if let Some(shown) = method.is_none().then(|| shown(&codes)).flatten() {
             found.unsupported(&shown, Some(id));
         }
     }
     for (id, codes) in stored.in_boxes() {
-        if are_codes(stored, &codes, method.is_some()) || (method.is_none() && scaled.of(&codes).is_some()) {
+        if are_codes(stored, &codes, method.is_some()) || (method.is_none() && shown(&codes).is_some()) {
             let method = method.as_deref().unwrap_or("codes and scales");
             found.unsupported(&format!("{method}, but stored as several boxes"), Some(id));
         }
@@ -108,10 +110,10 @@ pub(super) fn method(stored: &Stored<'_>) -> Option<String> {
 
 /// Why these codes are not decoded.
 fn told(
-    neighbours: &Neighbours<'_>,
     settings: &QuantizationConfig<'_>,
     method: Option<&str>,
     codes: &TensorInfo<'_>,
+    beside: &dyn Fn() -> String,
 ) -> String {
     let Some(method) = method else {
         return "tensors of codes and scales, but no quantization_config".to_owned();
@@ -143,42 +145,38 @@ fn told(
         }
         ModuleQuantization::Mxfp8 => "weight (F8_E4M3) with weight_scale (U8) beside it".to_owned(),
     };
-    format!("{method}, whose configuration says {expected}, and found is {}", neighbours.of(codes))
+    format!("{method}, whose configuration says {expected}, and found is {}", beside())
 }
 
-/// The last words and types of the tensors of each module. Made when the first is requested.
-struct Neighbours<'a> {
-    stored: &'a Stored<'a>,
-    by_module: OnceCell<HashMap<&'a str, Vec<(&'a str, DType)>>>,
+/// The last words and types of the tensors of each module.
+type WordsByModule<'a> = HashMap<&'a str, Vec<(&'a str, DType)>>;
+
+fn by_module<'a>(stored: &Stored<'a>) -> WordsByModule<'a> {
+    let mut by_module = WordsByModule::new();
+    for (_, info) in stored.iter() {
+        let (module, word) = info.name.rsplit_once('.').unwrap_or(("", info.name));
+        by_module.entry(module).or_default().push((word, info.dtype));
+    }
+    for words in by_module.values_mut() {
+        words.sort_unstable_by_key(|(word, _)| *word);
+    }
+    by_module
 }
 
-impl Neighbours<'_> {
-    /// A tensor and those beside it: of the same module, or with names that begin with its own.
-    fn of(&self, codes: &TensorInfo<'_>) -> String {
-        const SHOWN: usize = 6;
-        let by_module = self.by_module.get_or_init(|| {
-            let mut by_module: HashMap<&str, Vec<(&str, DType)>> = HashMap::new();
-            for (_, info) in self.stored.iter() {
-                let (module, word) = info.name.rsplit_once('.').unwrap_or(("", info.name));
-                by_module.entry(module).or_default().push((word, info.dtype));
-            }
-            for words in by_module.values_mut() {
-                words.sort_unstable_by_key(|(word, _)| *word);
-            }
-            by_module
-        });
-        let (module, word) = codes.name.rsplit_once('.').unwrap_or(("", codes.name));
-        let is_own = |other: &str| other != word && (word == "weight" || other.starts_with(word));
-        let found: Vec<_> = by_module.get(module).into_iter().flatten().filter(|(other, _)| is_own(other)).collect();
-        let shown = found.iter().take(SHOWN).map(|(word, dtype)| format!("{word} ({dtype})"));
-        let shown = shown.collect::<Vec<_>>().join(", ");
-        match found.len() {
-            0 => format!("{word} ({}) alone", codes.dtype),
-            count if count > SHOWN => {
-                format!("{word} ({}) with {shown} and {} more beside it", codes.dtype, count - SHOWN)
-            }
-            _ => format!("{word} ({}) with {shown} beside it", codes.dtype),
+/// A tensor and those beside it: of the same module, or with names that begin with its own.
+fn beside(by_module: &WordsByModule<'_>, codes: &TensorInfo<'_>) -> String {
+    const SHOWN: usize = 6;
+    let (module, word) = codes.name.rsplit_once('.').unwrap_or(("", codes.name));
+    let is_own = |other: &str| other != word && (word == "weight" || other.starts_with(word));
+    let found: Vec<_> = by_module.get(module).into_iter().flatten().filter(|(other, _)| is_own(other)).collect();
+    let shown = found.iter().take(SHOWN).map(|(word, dtype)| format!("{word} ({dtype})"));
+    let shown = shown.collect::<Vec<_>>().join(", ");
+    match found.len() {
+        0 => format!("{word} ({}) alone", codes.dtype),
+        count if count > SHOWN => {
+            format!("{word} ({}) with {shown} and {} more beside it", codes.dtype, count - SHOWN)
         }
+        _ => format!("{word} ({}) with {shown} beside it", codes.dtype),
     }
 }
 
@@ -212,12 +210,8 @@ fn are_codes(stored: &Stored<'_>, tensor: &TensorInfo<'_>, is_configured: bool) 
 }
 
 /// What shows that tensors of 8 bits are codes where no configuration says so: a scale beside them, of whatever name, or a mark of
-/// the program that wrote them. Made when the first such tensor is met.
-struct Scaled<'a> {
-    stored: &'a Stored<'a>,
-    found: OnceCell<ScaledNames<'a>>,
-}
-
+/// the program that wrote them.
+///
 /// Names to which a scale belongs: modules, and tensors whose scale has a name that begins with theirs. Each with the scale's
 /// last word.
 struct ScaledNames<'a> {
@@ -235,47 +229,44 @@ fn scale_word(name: &str) -> Option<(&str, usize)> {
     SCALE_WORDS.iter().find_map(|word| Some((last, lower.find(word)?)))
 }
 
-impl<'a> Scaled<'a> {
-    fn new(stored: &'a Stored<'a>) -> Self {
-        Self { stored, found: OnceCell::new() }
-    }
+/// Whether a tensor may be such codes, by itself.
+fn may_be_scaled(tensor: &TensorInfo<'_>) -> bool {
+    let is_other = scale_word(tensor.name).is_some() || tensor.name.ends_with("zero_point");
+    tensor.shape.len() >= 2 && !is_other && (is_float(tensor.dtype) || tensor.dtype == DType::I8)
+}
 
-    fn names(&self) -> &ScaledNames<'a> {
-        self.found.get_or_init(|| {
-            let mut by_name: HashMap<&str, &str> = HashMap::new();
-            // The scale of inputs is named only where there is no other.
-            let mut add = |name, word: &'a str| {
-                let known = by_name.entry(name).or_insert(word);
-                *known = if known.contains("input") { word } else { known };
-            };
-            for (_, tensor) in self.stored.iter().chain(self.stored.in_boxes()) {
-                let Some((word, at)) = scale_word(tensor.name) else { continue };
-                // `X.weight_scale` is that of `X.weight` and of `X`, `X.weight.scale` too, `X_scale` that of `X`.
-                let before = &tensor.name[..tensor.name.len() - word.len() + at];
-                add(before.trim_end_matches(['.', '_']), word);
-                let module = tensor.name.strip_suffix(word).and_then(|module| module.strip_suffix('.'));
-                let outer = module.and_then(|module| module.rsplit_once('.')).map(|(outer, _)| outer);
-                module.into_iter().chain(outer).for_each(|name| add(name, word));
-            }
-            ScaledNames { by_name, is_marked: comfy::is_marked(self.stored) }
-        })
-    }
+/// The scales of blocks of 4-bit floats are 8-bit floats themselves.
+fn is_float(dtype: DType) -> bool {
+    is_fp8(dtype) || dtype == DType::F8E8M0
+}
 
-    /// Why this tensor holds codes, in a few words; `None` if nothing shows it.
-    fn of(&self, tensor: &TensorInfo<'_>) -> Option<String> {
-        // The scales of blocks of 4-bit floats are 8-bit floats themselves.
-        let is_float = is_fp8(tensor.dtype) || tensor.dtype == DType::F8E8M0;
-        let is_other = scale_word(tensor.name).is_some() || tensor.name.ends_with("zero_point");
-        let is_matrix = tensor.shape.len() >= 2 && !is_other;
-        if !is_matrix || !(is_float || tensor.dtype == DType::I8) {
-            return None;
+impl<'a> ScaledNames<'a> {
+    fn of(stored: &Stored<'a>) -> Self {
+        let mut by_name: HashMap<&str, &str> = HashMap::new();
+        // The scale of inputs is named only where there is no other.
+        let mut add = |name, word: &'a str| {
+            let known = by_name.entry(name).or_insert(word);
+            *known = if known.contains("input") { word } else { known };
+        };
+        for (_, tensor) in stored.iter().chain(stored.in_boxes()) {
+            let Some((word, at)) = scale_word(tensor.name) else { continue };
+            // `X.weight_scale` is that of `X.weight` and of `X`, `X.weight.scale` too, `X_scale` that of `X`.
+            let before = &tensor.name[..tensor.name.len() - word.len() + at];
+            add(before.trim_end_matches(['.', '_']), word);
+            let module = tensor.name.strip_suffix(word).and_then(|module| module.strip_suffix('.'));
+            let outer = module.and_then(|module| module.rsplit_once('.')).map(|(outer, _)| outer);
+            module.into_iter().chain(outer).for_each(|name| add(name, word));
         }
-        let names = self.names();
+        Self { by_name, is_marked: comfy::is_marked(stored) }
+    }
+
+    /// Why this tensor holds codes, in a few words, if it may; `None` if nothing shows it.
+    fn shown(&self, tensor: &TensorInfo<'_>) -> Option<String> {
         let (module, _) = tensor.name.rsplit_once('.').unwrap_or(("", tensor.name));
-        if let Some(word) = names.by_name.get(tensor.name).or_else(|| names.by_name.get(module)) {
+        if let Some(word) = self.by_name.get(tensor.name).or_else(|| self.by_name.get(module)) {
             return Some(format!("{} codes beside a scale {word:?}, but no quantization_config", tensor.dtype));
         }
-        let is_marked = is_float && names.is_marked;
+        let is_marked = is_float(tensor.dtype) && self.is_marked;
         is_marked.then(|| format!("{} codes, as a mark of ComfyUI says, without a scale of a known name", tensor.dtype))
     }
 }
