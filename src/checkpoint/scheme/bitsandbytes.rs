@@ -21,7 +21,7 @@ use serde_json::{Value as Json, json};
 use super::{
     findings::{SchemeFindings, Told},
     listed::{Exceptions, config_of, excepted, refuse_orphans, text},
-    parts::{Kinds, companion, floats, module_of, needed, packed, slot},
+    parts::{Kinds, floats, module_of, needed, packed, slot},
     quantized::{Template, TemplateError},
     stored::Stored,
 };
@@ -326,7 +326,7 @@ fn eight_bits(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, config: &Json
     let mut formats: HashMap<_, _> = formats.into_par_iter().map(|id| (id, stored.read(id))).collect();
     for (id, codes) in stored.iter() {
         let Some(module) = module_of(codes.name, CODES).filter(|_| !found.is_taken(id)) else { continue };
-        let statistics = companion(stored, module, "SCB");
+        let statistics = stored.companion(module, "SCB");
         if statistics.is_none() && codes.dtype != DType::I8 {
             continue;
         }
@@ -338,7 +338,7 @@ fn eight_bits(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, config: &Json
             found.unsupported(&excepted("bitsandbytes"), Some(id));
             continue;
         }
-        if let Some(format) = companion(stored, module, "weight_format") {
+        if let Some(format) = stored.companion(module, "weight_format") {
             let info = stored.tensor(format);
             match formats.remove(&format).unwrap_or(Ok(Vec::new())) {
                 Ok(bytes) if bytes == [0] => found.leave_out(format),

@@ -17,7 +17,7 @@ use serde_json::Value as Json;
 use super::{
     findings::SchemeFindings,
     listed::text,
-    parts::{FP8, companion, is_fp8, is_wide_float, module_of},
+    parts::{FP8, is_fp8, is_wide_float, module_of},
     quantization_config::Sharing,
     row::{
         CODES, CodeAxes, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartExtents, PartSpec, PartType, ROW,
@@ -71,7 +71,7 @@ impl ModuleConfig for Formats {
     }
 
     fn of(&self, stored: &Stored<'_>, _: usize, module: &str) -> ModuleAnswer {
-        let Some(codes) = companion(stored, module, "weight").map(|id| stored.tensor(id)) else { return Ok(None) };
+        let Some(codes) = stored.companion(module, "weight").map(|id| stored.tensor(id)) else { return Ok(None) };
         let row = match self.told.get(module) {
             Some(told) => of_format(stored, module, &codes, told),
             None => of_scaled(stored, module, &codes, self.is_marked),
@@ -141,7 +141,7 @@ fn of_format(stored: &Stored<'_>, module: &str, codes: &TensorInfo<'_>, told: &J
     if codes.dtype != expected {
         return Err(format!("ComfyUI {format}, but stored as {}", codes.dtype));
     }
-    let scale = companion(stored, module, "weight_scale").or_else(|| companion(stored, module, "scale_weight"));
+    let scale = stored.companion(module, "weight_scale").or_else(|| stored.companion(module, "scale_weight"));
     scale.map_or_else(|| Err(format!("ComfyUI {format} without weight_scale")), |scale| checked(stored, scale, 0))
 }
 
@@ -152,7 +152,7 @@ fn of_scaled(
     codes: &TensorInfo<'_>,
     is_marked: bool,
 ) -> Result<Option<usize>, String> {
-    let Some(scale) = companion(stored, module, "scale_weight") else { return Ok(None) };
+    let Some(scale) = stored.companion(module, "scale_weight") else { return Ok(None) };
     if is_fp8(codes.dtype) {
         return checked(stored, scale, 1);
     }

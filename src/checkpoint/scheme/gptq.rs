@@ -19,7 +19,7 @@ use serde_json::{Value as Json, json};
 use super::{
     findings::{SchemeFindings, Told},
     listed::{Exceptions, config_of, excepted, group_size, member, refuse_orphans},
-    parts::{Kinds, companion, floats, group_order, is_scale, module_of, needed, slot, unsigned},
+    parts::{Kinds, floats, group_order, is_scale, module_of, needed, slot, unsigned},
     quantized::{Template, TemplateError},
     stored::Stored,
 };
@@ -206,7 +206,7 @@ fn matrices<'a>(stored: &Stored<'a>, config: &Config<'_>, found: &mut SchemeFind
         };
         let zeros = needed(stored, found, (module, CODES), "qzeros");
         let scales = needed(stored, found, (module, CODES), "scales");
-        let index = companion(stored, module, "g_idx");
+        let index = stored.companion(module, "g_idx");
         if let Some(index) = index {
             found.leave_out(index);
         } else if way.act_order == Some(true) {

@@ -3,7 +3,7 @@
 use hashbrown::HashSet;
 use serde_json::Value as Json;
 
-use super::{findings::SchemeFindings, parts::companion, stored::Stored};
+use super::{findings::SchemeFindings, stored::Stored};
 use crate::PythonRegex;
 
 /// The configuration, if its `quant_method` is this.
@@ -96,7 +96,7 @@ pub(super) fn excepted(method: &str) -> String {
 pub(super) fn refuse_orphans(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, words: &[&str], codes: &str) {
     for (_, tensor) in stored.iter() {
         let Some((module, word)) = tensor.name.rsplit_once('.') else { continue };
-        if words.contains(&word) && companion(stored, module, codes).is_none() {
+        if words.contains(&word) && stored.companion(module, codes).is_none() {
             found.refuse(tensor.name, format!("codes {module}.{codes} beside it"), "no such tensor");
         }
     }

@@ -13,7 +13,7 @@ use serde_json::Value as Json;
 use super::{
     findings::SchemeFindings,
     listed::{excepted, member, refuse_orphans, text},
-    parts::{companion, is_wide_float},
+    parts::is_wide_float,
     quantization_config::Sharing,
     row::{
         CODES, CodeAxes, CodeForm, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartSpec, PartType, ROW,
@@ -104,7 +104,7 @@ pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut
 impl ModuleConfig for Configuration<'_> {
     fn of(&self, stored: &Stored<'_>, _: usize, stem: &str) -> ModuleAnswer {
         let variant = variant(self.0, stem)?;
-        if companion(stored, stem, "global_scale").is_some() {
+        if stored.companion(stem, "global_scale").is_some() {
             return Err(format!("mlx {} with global_scale", variant.mode));
         }
         Ok(Some((variant.row, Sharing::Group(variant.group))))
@@ -131,7 +131,7 @@ fn homeless<'a>(config: &'a Json, stored: &Stored<'_>) -> Vec<&'a str> {
     // Members that are no modules have objects without settings.
     let settings = ["bits", "group_size", "mode"];
     let own = own.filter(|key| settings.iter().any(|word| config[*key].get(word).is_some()));
-    own.filter(|key| variant(config, key) != general && companion(stored, key, CODES_WORD).is_none()).collect()
+    own.filter(|key| variant(config, key) != general && stored.companion(key, CODES_WORD).is_none()).collect()
 }
 
 /// How the weight of a module is quantized.

@@ -16,7 +16,7 @@ use serde_json::json;
 
 use super::{
     findings::{SchemeFindings, Told},
-    parts::{Kinds, blocks, companion, floats, grid, group_order, is_scale, module_of, packed, slot, unsigned},
+    parts::{Kinds, blocks, floats, grid, group_order, is_scale, module_of, packed, slot, unsigned},
     quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -100,61 +100,43 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
     ))
 }
 
-/// Codes, and their companions as far as they are there.
-struct Candidate<'a> {
-    module: &'a str,
-    codes: TensorId,
-    bits: u64,
-    symmetric: bool,
-    sharing: Sharing,
-    scale: Option<TensorId>,
-    zero: Option<TensorId>,
-    shape: Option<TensorId>,
-    is_ordered: bool,
-    order: Option<TensorId>,
-}
-
-/// All codes that the configuration and names say are packed so. Several threads look up the names.
-fn candidates<'a>(stored: &Stored<'a>, settings: &QuantizationConfig<'_>) -> Vec<Candidate<'a>> {
-    let candidate = |(codes, info): (TensorId, TensorInfo<'a>)| {
-        let module = module_of(info.name, CODES)?;
-        let ModuleQuantization::Packed { bits, symmetric, sharing, has_order } = settings.of(module) else {
-            return None;
-        };
-        let find = |word| companion(stored, module, word);
-        let (scale, zero, shape) = (find("weight_scale"), find("weight_zero_point"), find("weight_shape"));
-        let (is_ordered, order) = (has_order, find("weight_g_idx"));
-        Some(Candidate { module, codes, bits, symmetric, sharing, scale, zero, shape, is_ordered, order })
-    };
-    stored.par_iter().filter_map(candidate).collect()
-}
-
-/// All matrices that are packed so, and whose companions are there.
+/// All matrices that the configuration and names say are packed so, and whose companions are there.
 fn matrices<'a>(
     stored: &Stored<'a>,
     settings: &QuantizationConfig<'_>,
     found: &mut SchemeFindings<'_>,
 ) -> Vec<Matrix<'a>> {
+    const BESIDE: [&str; 4] = ["weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"];
+    let candidate = |(codes, info): (TensorId, TensorInfo<'a>)| {
+        let module = module_of(info.name, CODES)?;
+        let ModuleQuantization::Packed { bits, symmetric, sharing, has_order } = settings.of(module) else {
+            return None;
+        };
+        let beside = BESIDE.map(|word| stored.companion(module, word));
+        Some((module, codes, (bits, sharing), (symmetric, has_order), beside))
+    };
+    // Several threads look up the names.
+    let candidates: Vec<_> = stored.par_iter().filter_map(candidate).collect();
     let mut matrices = Vec::new();
-    for candidate in candidates(stored, settings) {
-        let Candidate { module, codes, bits, symmetric, sharing, .. } = candidate;
+    for (module, codes, (bits, sharing), (symmetric, has_order), beside) in candidates {
         if found.is_taken(codes) {
             continue;
         }
-        if symmetric && candidate.zero.is_some() {
+        let [scale, zero, shape, order] = beside;
+        if symmetric && zero.is_some() {
             found.unsupported("compressed-tensors pack-quantized, symmetric and with zero points", Some(codes));
             continue;
         }
-        if candidate.order.is_some() && !candidate.is_ordered {
+        if order.is_some() && !has_order {
             found.unsupported("compressed-tensors pack-quantized with weight_g_idx, and without actorder", Some(codes));
             continue;
         }
         let name = format!("{module}.{CODES}");
-        let mut needed = |word: &str, id| found.needed(&name, &format!("{module}.{word}"), id);
-        let scale = needed("weight_scale", candidate.scale);
-        let zero = if symmetric { Some(None) } else { needed("weight_zero_point", candidate.zero).map(Some) };
-        let shape = needed("weight_shape", candidate.shape);
-        let order = if candidate.is_ordered { needed("weight_g_idx", candidate.order).map(Some) } else { Some(None) };
+        let mut needed = |at: usize, id| found.needed(&name, &format!("{module}.{}", BESIDE[at]), id);
+        let scale = needed(0, scale);
+        let zero = if symmetric { Some(None) } else { needed(1, zero).map(Some) };
+        let shape = needed(2, shape);
+        let order = if has_order { needed(3, order).map(Some) } else { Some(None) };
         for id in [shape, order.flatten()].into_iter().flatten() {
             found.leave_out(id);
         }

@@ -132,11 +132,6 @@ pub(super) fn module_of<'a>(name: &'a str, word: &str) -> Option<&'a str> {
     name.strip_suffix(word)?.strip_suffix('.')
 }
 
-/// The tensor `<module>.<word>`.
-pub(super) fn companion(stored: &Stored<'_>, module: &str, word: &str) -> Option<TensorId> {
-    stored.companion(module, word)
-}
-
 /// The tensor `<module>.<word>`, which decoding needs. If it is missing, that is reported with its name.
 pub(super) fn needed(
     stored: &Stored<'_>,
@@ -145,7 +140,7 @@ pub(super) fn needed(
     word: &str,
 ) -> Option<TensorId> {
     let (module, codes) = names;
-    found.needed(&format!("{module}.{codes}"), &format!("{module}.{word}"), companion(stored, module, word))
+    found.needed(&format!("{module}.{codes}"), &format!("{module}.{word}"), stored.companion(module, word))
 }
 
 /// The group of each of the `inner` inputs of these codes, of so many each; `None` if they are in order.
