@@ -179,14 +179,7 @@ impl AveragedSources {
             .par_bridge()
             .map(|(id, info)| Ok(self.merge(table, source, (id, &info), keeps_narrow)?.map(|merge| (id, merge))))
             .collect();
-        let mut found = Vec::new();
-        for made in made {
-            match made {
-                Ok(merge) => found.extend(merge),
-                Err(problem) => problems.push(problem),
-            }
-        }
-        Merges::new(found)
+        Merges::new(made.into_iter().filter_map(|made: Result<_, Problem>| problems.taken(made)?))
     }
 
     fn merge(

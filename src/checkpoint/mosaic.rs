@@ -123,9 +123,7 @@ impl<'a> MosaicBuilder<'a> {
         fill: Option<Element>,
     ) {
         if let Err(faults) = self.try_add(name, dtype, shape, boxes, fill) {
-            for fault in faults {
-                self.problems.push(Problem::of_shape(name, dtype, shape, fault));
-            }
+            self.problems.extend(faults.iter().map(|fault| Problem::of_shape(name, dtype, shape, fault)));
         }
     }
 

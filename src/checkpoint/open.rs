@@ -317,9 +317,7 @@ fn local_tree(located: &Located, options: &OpenOptions) -> Result<LocalTree, Che
 /// The error of these problems.
 fn refusal(label: &str, found: Vec<Problem>) -> CheckpointError {
     let mut problems = Problems::default();
-    for problem in found {
-        problems.push(problem);
-    }
+    problems.extend(found);
     problems.refuse(label).expect_err("there is at least one problem")
 }
 
@@ -409,9 +407,7 @@ fn counted(mut contents: Contents, is_indexed: bool, files: &PinnedFiles<'_>, pr
         let is_used = |id: &FileId| contents.unused.iter().all(|(unused, _)| unused != id);
         let used = files.ids().filter(is_used).map(|id| files.path(id));
         let (incomplete, warnings) = incomplete_sets(used);
-        for problem in incomplete {
-            problems.push(problem);
-        }
+        problems.extend(incomplete);
         contents.warnings.extend(warnings);
     }
     contents
@@ -426,13 +422,7 @@ fn read_file(
 ) -> Contents {
     let name = files.path(FileId(0)).to_owned();
     let nothing = Contents::default;
-    let kind = match foreign::of_file(files.source, FileId(0), &name) {
-        Ok(kind) => kind,
-        Err(error) => {
-            problems.push(error.into());
-            return nothing();
-        }
-    };
+    let Some(kind) = problems.taken(foreign::of_file(files.source, FileId(0), &name)) else { return nothing() };
     match kind {
         FileKind::Gguf => gguf::read(files, source, options.config_from.is_some(), problems),
         FileKind::Torch => torch::read(files, None, (options.training_state, None), problems),
@@ -647,12 +637,11 @@ fn with_adapters(own: TensorTable, adapters: &[Adapter], source: &dyn Source, pr
     if adapters.is_empty() {
         return own;
     }
-    let mut headers: Vec<(FileId, Header)> = Vec::with_capacity(adapters.len());
-    for Adapter { dir, file, .. } in adapters {
-        match read_header(source, *file) {
-            Ok(header) => headers.push((*file, header)),
-            Err(error) => problems.push(error.problem(dir.join(ADAPTER_WEIGHTS).display())),
-        }
-    }
+    let header = |Adapter { dir, file, .. }: &Adapter| {
+        let header = read_header(source, *file);
+        let header = header.map_err(|error| error.problem(dir.join(ADAPTER_WEIGHTS).display()));
+        Some((*file, problems.taken(header)?))
+    };
+    let headers: Vec<(FileId, Header)> = adapters.iter().filter_map(header).collect();
     problems.or_too_large(own.with_hidden_rows(header::rows(&headers)))
 }

@@ -467,12 +467,14 @@ impl Problems {
         }
     }
 
+    /// What was made; why it was not is a problem.
+    pub(super) fn taken<T>(&mut self, made: Result<T, impl Into<Problem>>) -> Option<T> {
+        made.map_err(|problem| self.push(problem.into())).ok()
+    }
+
     /// What was made; `None` if the names or numbers of its tensors are too large.
     pub(super) fn or_too_large<T: Default>(&mut self, made: Option<T>) -> T {
-        made.unwrap_or_else(|| {
-            self.push(Problem::TooLarge);
-            T::default()
-        })
+        self.taken(made.ok_or(Problem::TooLarge)).unwrap_or_default()
     }
 
     /// Adds what is wrong with a file.
@@ -509,7 +511,7 @@ impl Problems {
     }
 
     pub(super) fn append(&mut self, other: Self) {
-        other.list.into_iter().for_each(|problem| self.push(problem));
+        self.extend(other.list);
         self.more += other.more;
     }
 
@@ -558,6 +560,12 @@ impl Problems {
             return Ok(());
         }
         Err(CheckpointError::Problems { label: label.to_owned(), problems: self.list, more: self.more })
+    }
+}
+
+impl Extend<Problem> for Problems {
+    fn extend<I: IntoIterator<Item = Problem>>(&mut self, more: I) {
+        more.into_iter().for_each(|problem| self.push(problem));
     }
 }
 

@@ -156,11 +156,8 @@ impl Versions {
         let mut changed: BTreeMap<TensorId, Vec<Difference>> = BTreeMap::new();
         for (at, ((step, number, file), header)) in files.into_iter().zip(headers).enumerate() {
             let place = below(&step.directory, file);
-            match header {
-                Ok(header) => {
-                    step.add((FileId::at(first + at), number, &place), &header, &table, &mut changed, problems);
-                }
-                Err(error) => problems.push(error.problem(place)),
+            if let Some(header) = problems.taken(header.map_err(|error| error.problem(&place))) {
+                step.add((FileId::at(first + at), number, &place), &header, &table, &mut changed, problems);
             }
         }
         let (mut places, mut replaced) = (Vec::new(), hashbrown::HashMap::new());

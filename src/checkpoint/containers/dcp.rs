@@ -68,13 +68,8 @@ pub(crate) fn read_safetensors(
     problems: &mut Problems,
 ) -> Contents {
     let named = headers.iter().map(|(id, header)| (files.path(*id), header));
-    let state = match DcpState::of_safetensors(named) {
-        Ok(state) => state,
-        Err(error) => {
-            problems.of_file(SHARDING_INFO, error);
-            DcpState::default()
-        }
-    };
+    let state = DcpState::of_safetensors(named).map_err(|error| Problem::of_file(SHARDING_INFO, error));
+    let state = problems.taken(state).unwrap_or_default();
     if alone && state.has_parts {
         let directory = files.source.path(FileId(0)).parent().unwrap_or(Path::new("."));
         let message = format!(
@@ -152,13 +147,8 @@ fn take_training_state(state: &mut DcpState) -> Vec<LeftOut> {
 
 /// Reads a classic directory.
 pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut Problems) -> Contents {
-    let mut state = match metadata(files) {
-        Ok(state) => state,
-        Err(message) => {
-            problems.of_file(DCP_METADATA, message);
-            DcpState::default()
-        }
-    };
+    let state = metadata(files).map_err(|message| Problem::of_file(DCP_METADATA, message));
+    let mut state = problems.taken(state).unwrap_or_default();
     let training = if training_state { Vec::new() } else { take_training_state(&mut state) };
     let ids = file_ids(files, &state, training_state, problems);
     let arguments = arguments(files, &state, &ids);
@@ -171,14 +161,11 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
         let mut boxes = Vec::with_capacity(tensor.chunks.len());
         for chunk in tensor.chunks.iter().filter(|chunk| ids[chunk.segment.file as usize].is_some()) {
             let (item, found) = read.next().expect("each chunk of a file that is there is an item");
-            match found.and_then(|found| box_of(tensor, chunk, item, &found.tensors)) {
-                Ok(part) => boxes.push(part),
-                Err(message) => {
-                    let file = files.source.path(item.file).display();
-                    let message = format!("tensor {:?}, chunk at {:?}: {message}", tensor.name, chunk.offsets);
-                    builder.problems().of_file(file, message);
-                }
-            }
+            let part = found.and_then(|found| box_of(tensor, chunk, item, &found.tensors)).map_err(|message| {
+                let message = format_args!("tensor {:?}, chunk at {:?}: {message}", tensor.name, chunk.offsets);
+                Problem::of_file(files.source.path(item.file).display(), message)
+            });
+            boxes.extend(builder.problems().taken(part));
         }
         // Chunks that are reported already are not missing besides.
         if boxes.len() == tensor.chunks.len() {

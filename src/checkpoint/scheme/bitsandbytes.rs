@@ -114,13 +114,7 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
     let kinds_of: Vec<_> = (0..four.len()).into_par_iter().map(|at| kind_of(stored, config, &four[at])).collect();
     let mut kinds = Kinds::new();
     for (tensor, kind) in four.iter().zip(kinds_of) {
-        let (kind, dtype) = match kind {
-            Ok(kind) => kind,
-            Err(problem) => {
-                found.problem(problem);
-                continue;
-            }
-        };
+        let Some((kind, dtype)) = found.taken(kind) else { continue };
         if let Some(template) = kinds.template(found, tensor.name, kind, template_of_4_bits) {
             let nested = tensor.nested.map(|(absmax, _)| absmax);
             let operands: Vec<TensorId> = [tensor.codes, tensor.absmax].into_iter().chain(nested).collect();
@@ -340,25 +334,18 @@ fn eight_bits(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, config: &Json
         }
         if let Some(format) = stored.companion(module, "weight_format") {
             let info = stored.tensor(format);
-            match formats.remove(&format).unwrap_or(Ok(Vec::new())) {
-                Ok(bytes) if bytes == [0] => found.leave_out(format),
-                Ok(bytes) => {
-                    // As the library numbers them.
-                    let tiles = bytes
-                        .first()
-                        .and_then(|number| ["row", "col32", "col_turing", "col_ampere"].get(usize::from(*number)));
-                    match tiles {
-                        Some(tiles) => found.unsupported(&format!("bitsandbytes int8 {tiles}"), Some(id)),
-                        None => found.refuse(
-                            info.name,
-                            "one byte of 0 to 3",
-                            format!("{:?} in {} bytes", bytes, info.span().len()),
-                        ),
-                    }
+            let Some(bytes) = found.taken(formats.remove(&format).unwrap_or(Ok(Vec::new()))) else { continue };
+            // As the library numbers them.
+            let tiles = |number: &u8| ["row", "col32", "col_turing", "col_ampere"].get(usize::from(*number));
+            match bytes.first().and_then(tiles) {
+                Some(&"row") => found.leave_out(format),
+                Some(tiles) => {
+                    found.unsupported(&format!("bitsandbytes int8 {tiles}"), Some(id));
                     continue;
                 }
-                Err(problem) => {
-                    found.problem(problem);
+                None => {
+                    let what = format!("{:?} in {} bytes", bytes, info.span().len());
+                    found.refuse(info.name, "one byte of 0 to 3", what);
                     continue;
                 }
             }

@@ -113,12 +113,10 @@ fn told(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> HashMap<String, 
     // Small reads from wherever the repository is: many at a time.
     let texts: Vec<_> = of_modules.par_iter().map(|(id, _)| stored.read(*id)).collect();
     for ((_, module), text) in of_modules.into_iter().zip(texts) {
-        match text.map(|text| ckfs_format::json::tree(&text)) {
-            Ok(Ok(format)) => {
-                told.insert(module.to_owned(), format);
-            }
-            Ok(Err(error)) => found.refuse(&format!("{module}.{FORMAT}"), "bytes of JSON", error.to_string()),
-            Err(problem) => found.problem(problem),
+        let Some(text) = found.taken(text) else { continue };
+        match ckfs_format::json::tree(&text) {
+            Ok(format) => _ = told.insert(module.to_owned(), format),
+            Err(error) => found.refuse(&format!("{module}.{FORMAT}"), "bytes of JSON", error),
         }
     }
     told

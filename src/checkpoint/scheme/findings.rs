@@ -45,19 +45,9 @@ impl<'a> SchemeFindings<'a> {
     /// Adds what tensors that are stored alike have in common. `tensor` is one of them, for the message. A scheme keeps the
     /// numbers of its templates by what distinguishes them (shape, dtypes, bits, group), so that there are few.
     pub(crate) fn template(&mut self, tensor: &str, template: Result<Template, TemplateError>) -> Option<TemplateId> {
-        match template {
-            Ok(template) => {
-                let id = self.found.tensors.add_template(template);
-                if id.is_none() {
-                    self.problems.push(Problem::TooLarge);
-                }
-                id
-            }
-            Err(error) => {
-                self.refuse(tensor, format!("tensors that {} decodes", self.scheme), error.to_string());
-                None
-            }
-        }
+        let expected = format_args!("tensors that {} decodes", self.scheme);
+        let template = self.problems.taken(template.map_err(|error| Problem::of_tensor(tensor, expected, error)))?;
+        self.problems.taken(self.found.tensors.add_template(template).ok_or(Problem::TooLarge))
     }
 
     /// Adds a decoded tensor: its name when decoded, its operands by number, and its own dtype where the repository tells one
@@ -75,10 +65,8 @@ impl<'a> SchemeFindings<'a> {
                 self.problems.push(Problem::of_tensor(info.name, expected, found));
             }
         }
-        let Ok(number) = u32::try_from(self.found.tensors.len()) else {
-            self.problems.push(Problem::TooLarge);
-            return;
-        };
+        let number = u32::try_from(self.found.tensors.len()).map_err(|_| Problem::TooLarge);
+        let Some(number) = self.problems.taken(number) else { return };
         if let Some(codes) = operands.first()
             && let other = std::mem::replace(&mut self.uses[codes.0 as usize], Use::Codes(number))
             && other != Use::Open
@@ -94,9 +82,8 @@ impl<'a> SchemeFindings<'a> {
             return;
         }
         let dtype = dtype.unwrap_or(self.stored.dtype);
-        if self.found.tensors.add(self.scheme, name, dtype, template, operands).is_none() {
-            self.problems.push(Problem::TooLarge);
-        }
+        let added = self.found.tensors.add(self.scheme, name, dtype, template, operands);
+        self.problems.taken(added.ok_or(Problem::TooLarge));
     }
 
     /// Leaves out a companion that no decoder reads, such as the scale of activations.
@@ -143,9 +130,9 @@ impl<'a> SchemeFindings<'a> {
         id
     }
 
-    /// Notes any other problem.
-    pub(crate) fn problem(&mut self, problem: Problem) {
-        self.problems.push(problem);
+    /// What was read or compared; why it was not is a problem.
+    pub(super) fn taken<T>(&mut self, read: Result<T, Problem>) -> Option<T> {
+        self.problems.taken(read)
     }
 
     /// By id of a stored tensor: whether a decoder reads it, so far.

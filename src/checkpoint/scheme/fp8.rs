@@ -157,11 +157,10 @@ pub(super) fn read_blocks<'a>(
 ) -> Configured<'a> {
     let config = QuantizationConfig::read(stored);
     let configured = configured_block(stored, &config)?;
-    let Some((rows, columns)) = block(configured) else {
+    let (rows, columns) = found.taken(block(configured).ok_or_else(|| {
         let what = format!("quantization_config.weight_block_size: expected two positive numbers, found {configured}");
-        found.problem(Problem::of_file(CONFIG, what));
-        return None;
-    };
+        Problem::of_file(CONFIG, what)
+    }))?;
     Some(Box::new(Blocks { config, rows, columns }))
 }
 

@@ -74,12 +74,9 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
     let mut kinds = Kinds::new();
     let mut act_order = 0u64;
     for (matrix, order) in matrices.iter().zip(orders) {
-        match order {
-            Ok(order) => {
-                act_order += u64::from(order.is_some());
-                add(stored, found, &mut kinds, matrix, order, config.is_v1);
-            }
-            Err(problem) => found.problem(problem),
+        if let Some(order) = found.taken(order) {
+            act_order += u64::from(order.is_some());
+            add(stored, found, &mut kinds, matrix, order, config.is_v1);
         }
     }
     let count = matrices.len();

@@ -72,16 +72,11 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
     let shapes: Vec<_> = (0..matrices.len()).into_par_iter().map(|at| read(&matrices[at])).collect();
     let (mut kinds, mut checked) = (Kinds::new(), HashSet::new());
     for (matrix, shape) in matrices.iter().zip(shapes) {
-        match shape {
-            Ok((out, inner, order)) => {
-                let is_new = checked.insert((out, inner, matrix.bits, matrix.sharing));
-                if is_new && let Err(problem) = compare_with_shape(stored, matrix, (out, inner)) {
-                    found.problem(problem);
-                }
-                add(stored, found, &mut kinds, matrix, (out, inner, order));
-            }
-            Err(problem) => found.problem(problem),
+        let Some((out, inner, order)) = found.taken(shape) else { continue };
+        if checked.insert((out, inner, matrix.bits, matrix.sharing)) {
+            found.taken(compare_with_shape(stored, matrix, (out, inner)));
         }
+        add(stored, found, &mut kinds, matrix, (out, inner, order));
     }
     let first = matrices.first()?;
     let count = matrices.len();

@@ -125,13 +125,8 @@ pub(crate) fn read(
     has_companion: bool,
     problems: &mut Problems,
 ) -> Contents {
-    let mut headers: Vec<(FileId, Gguf)> = Vec::new();
-    for file in files.ids() {
-        match header(files, file) {
-            Ok(header) => headers.push((file, header)),
-            Err(problem) => problems.push(problem),
-        }
-    }
+    let headers: Vec<(FileId, Gguf)> =
+        files.ids().filter_map(|file| Some((file, problems.taken(header(files, file))?))).collect();
     let is_first = |header: &&(FileId, Gguf)| header.1.count("split.no").unwrap_or(0) == 0;
     let Some((first, meta)) = headers.iter().find(is_first) else {
         for (file, _) in &headers {

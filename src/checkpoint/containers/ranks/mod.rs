@@ -149,7 +149,7 @@ impl RankFiles {
                 }
             }),
         };
-        read.unwrap_or_else(|found| found.into_iter().for_each(|problem| problems.push(problem)));
+        read.unwrap_or_else(|found| problems.extend(found));
         contents
     }
 }
