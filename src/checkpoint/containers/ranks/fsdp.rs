@@ -23,7 +23,7 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    job::{NAMED, RankJob, lacking, left_out, tensor_of},
+    job::{NAMED, RankJob, lacking, left_out, missing, tensor_of},
     names::RankFile,
 };
 
@@ -110,8 +110,7 @@ fn count(job: &RankJob<'_>, names: &[(u64, u64)]) -> Result<(), String> {
         return Err(format!("a file of rank {rank}, of {world} ranks that count from 0"));
     }
     if (ranks.len() as u64) < world {
-        let missing: Vec<String> =
-            (0..world).filter(|rank| !ranks.contains(rank)).take(NAMED).map(|rank| rank.to_string()).collect();
+        let missing = missing(world, |rank| ranks.contains(rank));
         let more = world - ranks.len() as u64 - missing.len() as u64;
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         return Err(lacking(world, ranks.len(), &format!("rank {}{more}", missing.join(", "))));

@@ -31,6 +31,9 @@ pub(super) struct RankJob<'a> {
     pub(super) found: Vec<(FileId, RankFile<'a>)>,
 }
 
+/// A tensor of one file.
+pub(super) type Saved = (FileId, SavedTensor);
+
 /// A tensor as its parts make it: type, shape and boxes.
 pub(super) type Assembled = (DType, Vec<u64>, Vec<StoredBox>);
 
@@ -91,6 +94,11 @@ pub(super) fn tensor_of(opened: &OpenedArchive, id: Id, name: &str, what: impl D
 pub(super) fn left_out(others: impl IntoIterator<Item = (String, String)>) -> Vec<LeftOut> {
     let others: BTreeMap<String, String> = others.into_iter().collect();
     others.into_iter().map(|(name, kind)| LeftOut { name, kind }).collect()
+}
+
+/// The first of `count` ranks of which nothing is there, as messages name them.
+pub(super) fn missing(count: u64, is_there: impl Fn(&u64) -> bool) -> Vec<String> {
+    (0..count).filter(|rank| !is_there(rank)).take(NAMED).map(|rank| rank.to_string()).collect()
 }
 
 /// The message about ranks of which no files are there.

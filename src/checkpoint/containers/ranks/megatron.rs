@@ -22,19 +22,12 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    job::{Assembled, NAMED, RankJob, lacking, left_out, tensor_of},
+    job::{Assembled, NAMED, RankJob, Saved, lacking, left_out, tensor_of},
     names::{MEGATRON_FILE, RankFile},
 };
 
 /// Rank of tensor, pipeline and expert parallelism.
 type Rank = (u64, u64, u64);
-
-/// A tensor of a rank.
-#[derive(Clone, Debug)]
-struct Part {
-    file: FileId,
-    saved: SavedTensor,
-}
 
 /// What one file says.
 struct Said {
@@ -117,7 +110,7 @@ fn expert_of(name: &str) -> Option<(String, u64)> {
 }
 
 /// The parts of a tensor: by rank of tensor parallelism and number of the expert.
-type Parts = BTreeMap<(u64, Option<u64>), Part>;
+type Parts = BTreeMap<(u64, Option<u64>), Saved>;
 
 /// Reads the files of all ranks.
 pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
@@ -131,7 +124,7 @@ pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Pr
     let is_copy = |name: &str| name == "output_layer.weight" && arguments.untied == Some(false);
     let copy = tensors.keys().find(|name| is_copy(name)).cloned();
     let own = tensors.iter().filter(|(name, _)| !is_copy(name));
-    let file = |parts: &Parts| parts.values().next().map_or(FileId(0), |part| part.file);
+    let file = |parts: &Parts| parts.values().next().map_or(FileId(0), |(file, _)| *file);
     let assembled = own.map(|(name, parts)| (name.as_str(), file(parts), assemble(name, parts, arguments)));
     contents.table = job.table(assembled, problems);
     let copy = copy.map(|name| (name, "the last stage's copy of the embedding".to_owned()));
@@ -149,7 +142,7 @@ fn assemble(name: &str, parts: &Parts, arguments: &MegatronArguments) -> Result<
         cut.ok_or("no known module: nothing says how it is cut over the ranks of tensor parallelism")?
     };
     let experts = arguments.experts.filter(|_| parts.keys().any(|(_, expert)| expert.is_some()));
-    let first = &parts.values().next().ok_or("no part")?.saved.tensor;
+    let first = &parts.values().next().ok_or("no part")?.1.tensor;
     let (dtype, local) = (first.dtype, first.shape.clone());
     let element_bytes = dtype.element_bytes().ok_or_else(|| format!("{dtype} has no whole bytes"))?;
     let axis = match cut {
@@ -174,7 +167,7 @@ fn assemble(name: &str, parts: &Parts, arguments: &MegatronArguments) -> Result<
                 Some(expert) => format!("expert {expert} is not there on rank {rank}"),
                 None => format!("not there on rank {rank}"),
             })?;
-            let tensor = &part.saved.tensor;
+            let tensor = &part.1.tensor;
             if (tensor.dtype, &tensor.shape) != (dtype, &local) {
                 return Err(format!(
                     "{dtype} {local:?} on one rank, {} {:?} on rank {rank}",
@@ -195,17 +188,17 @@ fn assemble(name: &str, parts: &Parts, arguments: &MegatronArguments) -> Result<
 
 /// The boxes of one rank's part.
 fn boxes_of(
-    part: &Part,
+    (file, saved): &Saved,
     cut: Cut,
     place: Option<(usize, u64)>,
     expert: Option<u64>,
     whole: &[u64],
     element_bytes: u64,
 ) -> Vec<StoredBox> {
-    let tensor = &part.saved.tensor;
+    let tensor = &saved.tensor;
     let one = |first: u64, len: u64, origin: u64| {
         let (mut origins, mut extents) = (vec![0; tensor.shape.len()], tensor.shape.clone());
-        let mut start = part.saved.span().start;
+        let mut start = saved.span().start;
         if let Some((axis, _)) = place {
             (origins[axis], extents[axis]) = (origin, len);
             start += first * tensor.strides[axis] * element_bytes;
@@ -217,7 +210,7 @@ fn boxes_of(
             strides.insert(0, 1);
         }
         let [origin, extents, strides] = [origins, extents, strides].map(|numbers| PerAxis::from_slice(&numbers));
-        StoredBox { file: part.file, start, origin, extents, strides }
+        StoredBox { file: *file, start, origin, extents, strides }
     };
     let Some((axis, rank)) = place else { return vec![one(0, 0, 0)] };
     let len = tensor.shape[axis];
@@ -304,7 +297,7 @@ impl RankJob<'_> {
             {
                 let (name, saved) = saved;
                 let name = global_name(name, offsets[&(chunk, *pipeline)]);
-                let part = Part { file: *file, saved: saved.clone() };
+                let part = (*file, saved.clone());
                 let (name, expert) = match expert_of(&name) {
                     Some((name, number)) => {
                         let each = arguments.experts.unwrap_or(0) / expert_ranks;
@@ -322,7 +315,7 @@ impl RankJob<'_> {
                 };
                 // What is no expert is the same on all ranks of expert parallelism.
                 if expert.is_none() && *expert_rank > 0 {
-                    let shape = |part: Option<&Part>| part.map(|part| part.saved.tensor.shape.clone());
+                    let shape = |part: Option<&Saved>| part.map(|(_, saved)| saved.tensor.shape.clone());
                     let first = shape(tensors.get(&name).and_then(|parts| parts.get(&(*tensor, None))));
                     if first != shape(Some(&part)) {
                         let what = format_args!("{name}: another shape than on the first rank of expert parallelism");

@@ -22,7 +22,7 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    job::{Assembled, NAMED, RankJob, tensor_of},
+    job::{Assembled, RankJob, Saved, missing, tensor_of},
     names::{RankFile, RankKind, UNIVERSAL},
 };
 
@@ -126,9 +126,6 @@ fn boxed(shape: &[u64], before: Vec<u64>, run: Option<(u64, u64)>, (file, start)
     origin.resize(shape.len(), 0);
     StoredBox::row_major(file, start, &origin, &extents)
 }
-
-/// A tensor of one file.
-type Saved = (FileId, SavedTensor);
 
 /// A tensor of a file as a part of a flat vector.
 fn flat(file: FileId, saved: &SavedTensor, what: &str) -> Result<(DType, Segment), String> {
@@ -365,11 +362,7 @@ impl Zero<'_> {
             );
             return Err(self.job.fault(*file, what));
         };
-        let missing: Vec<String> = (0..count)
-            .filter(|rank| !self.optimizers.contains_key(rank))
-            .take(NAMED)
-            .map(|rank| rank.to_string())
-            .collect();
+        let missing = missing(count, |rank| self.optimizers.contains_key(rank));
         if !missing.is_empty() || self.optimizers.len() as u64 != count {
             let found = self.optimizers.len();
             let missing = if missing.is_empty() { "none".to_owned() } else { format!("rank {}", missing.join(", ")) };
