@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use ckfs_source::{FileId, Opened, Source, SourceError};
-use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View, ViewError, to_usize};
+use ckfs_source::{FileId, Opened, Source};
+use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View, ViewError};
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 use rayon::iter::{ParallelBridge, ParallelIterator};
@@ -16,14 +16,12 @@ use super::{
     merges::{Merge, Merges},
     options::OpenOptions,
     orbax::DecodedFile,
+    own_head::are_equal,
     problem::{CheckpointError, Problem, Problems},
     repository::Checkpoint,
     scheme::Found,
-    table::{Storage, TensorInfo, TensorTable},
+    table::{TensorInfo, TensorTable},
 };
-
-/// Bytes that are compared first, and at most at once after that. Tensors that differ do so at once, nearly always.
-const COMPARED_BYTES: std::ops::RangeInclusive<u64> = (64 << 10)..=(4 << 20);
 
 /// How far the sum of all weights may be from 1 without a warning.
 const SUM_TOLERANCE: f64 = 1e-3;
@@ -240,40 +238,4 @@ fn stored(table: &TensorTable, id: TensorId) -> Result<View, ViewError> {
         return Ok(View::mosaic(mosaic.of_view()));
     }
     Ok(View::source(SourceTensor { id, dtype: info.dtype, shape: Shape::try_new(info.shape)? }))
-}
-
-/// Whether two stored tensors have the same bytes. Those that are stored in other parts count as different.
-fn are_equal(table: &TensorTable, source: &dyn Source, ids: [TensorId; 2]) -> Result<bool, SourceError> {
-    let [one, two] = ids.map(|id| table.tensor(id));
-    let parts = match (one.storage, two.storage) {
-        (Storage::Mosaic(one), Storage::Mosaic(two)) => {
-            let views = [one, two].map(|mosaic| mosaic.of_view());
-            let places = |at: usize| {
-                let part =
-                    |part: ckfs_tensor::MosaicBox<'_>| (part.origin.to_vec(), part.extents.to_vec(), part.strides());
-                views[at].boxes().map(part).collect::<Vec<_>>()
-            };
-            if places(0) != places(1) {
-                return Ok(false);
-            }
-            one.ids().zip(two.ids()).map(|(one, two)| [one, two].map(|id| table.tensor(id))).collect()
-        }
-        (Storage::Plain { .. }, Storage::Plain { .. }) => vec![[one, two]],
-        _ => return Ok(false),
-    };
-    for part in parts {
-        let [one, two] = part.map(|part| (part.file(), part.span()));
-        let (mut at, mut step) = (0, *COMPARED_BYTES.start());
-        while at < one.1.len() {
-            let len = to_usize(step.min(one.1.len() - at));
-            let (mut left, mut right) = (vec![0; len], vec![0; len]);
-            source.read_into(one.0, one.1.start() + at, &mut left)?;
-            source.read_into(two.0, two.1.start() + at, &mut right)?;
-            if left != right {
-                return Ok(false);
-            }
-            (at, step) = (at + len as u64, *COMPARED_BYTES.end());
-        }
-    }
-    Ok(true)
 }

@@ -91,8 +91,12 @@ impl<'a> TensorInfo<'a> {
     }
 
     fn plain(&self) -> (FileId, ByteSpan) {
-        let Storage::Plain { file, span } = self.storage else { panic!("{} has no bytes of its own", self.name) };
-        (file, span)
+        self.stored().unwrap_or_else(|| panic!("{} has no bytes of its own", self.name))
+    }
+
+    /// Where its bytes are, if it has some of its own in one span.
+    pub(super) const fn stored(&self) -> Option<(FileId, ByteSpan)> {
+        if let Storage::Plain { file, span } = self.storage { Some((file, span)) } else { None }
     }
 
     /// The file of the first byte of a tensor that is not decoded from others.

@@ -25,7 +25,7 @@ use super::{
     orbax::DecodedFile,
     problem::{CheckpointError, Problem, Problems},
     runs::numbered,
-    table::{RowPlace, Storage, TensorTable},
+    table::{RowPlace, TensorTable},
     tree::{OpenTree, below, directories, file_names, has},
 };
 
@@ -163,11 +163,8 @@ impl Versions {
         let (mut places, mut replaced) = (Vec::new(), hashbrown::HashMap::new());
         for (id, differences) in changed {
             let tensor = table.tensor(id);
-            let plain = match tensor.storage {
-                Storage::Plain { file, span } if file.index() < source.file_count() => Some((file, span)),
-                Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_) | Storage::Composed(_) => None,
-            };
-            let Some((file, span)) = plain else {
+            let stored = tensor.stored().filter(|(file, _)| file.index() < source.file_count());
+            let Some((file, span)) = stored else {
                 let found = "found one that is made of others: give a base that is stored whole, as safetensors";
                 problems.push(Problem::Tensor {
                     tensor: tensor.name.to_owned(),

@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::{
     super::{
         repository::Checkpoint,
-        table::{Storage, TensorInfo},
+        table::{Storage, TensorTable},
     },
     tied::{untied, word},
 };
@@ -60,7 +60,7 @@ impl Checkpoint {
         let known = compared.lock().get(&(id, other)).copied();
         let are_equal = match known {
             Some(known) => known,
-            None => self.are_equal(&self.tensor(id), &self.tensor(other))?,
+            None => are_equal(self.table(), &**self.source(), [id, other])?,
         };
         compared.lock().insert((id, other), are_equal);
         Ok((!are_equal).then(|| OwnHead { id, head: head.to_owned(), embedding: embedding.to_owned() }))
@@ -84,31 +84,28 @@ impl Checkpoint {
         let Some(config) = config.flatten() else { return Ok(None) };
         self.derived(Some(config), None, |_, info| Some(info.name.to_owned())).map(Some)
     }
+}
 
-    /// Whether two tensors have the same elements. Those that are stored in different ways count as different.
-    fn are_equal(&self, left: &TensorInfo<'_>, right: &TensorInfo<'_>) -> Result<bool, SourceError> {
-        if left.dtype != right.dtype || left.shape != right.shape {
-            return Ok(false);
-        }
-        match self.parts(left).zip(self.parts(right)) {
-            Some((left, right)) if is_alike(left.0, right.0) => same_bytes(&**self.source(), &left.1, &right.1),
-            Some(_) | None => Ok(false),
-        }
+/// Whether two tensors have the same elements. Those that are stored in different ways count as different.
+pub(crate) fn are_equal(table: &TensorTable, source: &dyn Source, tensors: [TensorId; 2]) -> Result<bool, SourceError> {
+    let [left, right] = tensors.map(|id| table.tensor(id));
+    if left.dtype != right.dtype || left.shape != right.shape || !is_alike(left.storage, right.storage) {
+        return Ok(false);
     }
+    match parts(table, left.storage).zip(parts(table, right.storage)) {
+        Some((left, right)) => same_bytes(source, &left, &right),
+        None => Ok(false),
+    }
+}
 
-    /// How a tensor is laid out, and its parts in that order. `None` if its codes are decoded by something else than stored tensors.
-    fn parts<'a>(&'a self, tensor: &TensorInfo<'a>) -> Option<(Storage<'a>, Vec<Part>)> {
-        let part = |id: TensorId| {
-            let Storage::Plain { file, span } = self.table().tensor(id).storage else { return None };
-            Some((file, span))
-        };
-        let parts = match tensor.storage {
-            Storage::Plain { file, span } => vec![(file, span)],
-            Storage::Quantized(quantized) => quantized.operands.iter().map(|id| part(*id)).collect::<Option<_>>()?,
-            Storage::Mosaic(mosaic) => mosaic.ids().map(part).collect::<Option<_>>()?,
-            Storage::Composed(_) => return None,
-        };
-        Some((tensor.storage, parts))
+/// The parts of a tensor, in the order in which it is laid out. `None` if its codes are decoded by something else than stored tensors.
+fn parts(table: &TensorTable, storage: Storage<'_>) -> Option<Vec<Part>> {
+    let part = |id: TensorId| table.tensor(id).stored();
+    match storage {
+        Storage::Plain { file, span } => Some(vec![(file, span)]),
+        Storage::Quantized(quantized) => quantized.operands.iter().map(|id| part(*id)).collect(),
+        Storage::Mosaic(mosaic) => mosaic.ids().map(part).collect(),
+        Storage::Composed(_) => None,
     }
 }
 
