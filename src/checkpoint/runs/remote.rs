@@ -10,7 +10,7 @@ use ckfs_source::{
     remote::{RemoteFile, RemoteRepository, RemoteTree},
 };
 
-use super::step_tree::{Measure, SMALL_BYTES_MAX, Stamp, StepTree};
+use super::step_tree::{Measure, SMALL_BYTES_MAX, StepTree, digest};
 use crate::{
     OpenOptions,
     remote_tree::CachedTree,
@@ -68,9 +68,7 @@ impl StepTree for RemoteSteps {
         let mut found = Measure::begin();
         for (rest, file) in self.inside(directory) {
             let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(file.modified_seconds.unwrap_or(0));
-            let mut version = Stamp::new();
-            version.add(format!("{:?}", file.content).as_bytes());
-            found.add(rest, Some(file.size_bytes), changed, &[version.value()]);
+            found.add(rest, Some(file.size_bytes), changed, &[digest(format!("{:?}", file.content))]);
         }
         Ok(found.end())
     }

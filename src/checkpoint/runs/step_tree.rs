@@ -1,6 +1,10 @@
 //! What is asked of a run's directory, wherever it is.
 
-use std::{sync::Arc, time::SystemTime};
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::Arc,
+    time::SystemTime,
+};
 
 use ckfs_source::SourceError;
 
@@ -55,23 +59,13 @@ impl Measuring {
         self.changed = self.changed.max(changed);
         self.bytes = self.bytes.saturating_add(len_bytes.unwrap_or(0));
         self.files += u64::from(len_bytes.is_some());
-        let (mut of_path, mut of_state) = (Stamp::new(), Stamp::new());
-        of_path.add(path.as_bytes());
-        for number in len_bytes.iter().chain(state) {
-            of_state.add_number(*number);
-        }
-        self.parts.push((of_path.value(), of_state.value()));
+        self.parts.push((digest(path), digest((len_bytes, state))));
     }
 
     pub(super) fn end(mut self) -> Measure {
         self.parts.sort_unstable();
-        let mut stamp = Stamp::new();
-        for (path, state) in &self.parts {
-            stamp.add_number(*path);
-            stamp.add_number(*state);
-        }
         let Self { bytes, files, changed, parts } = self;
-        Measure { bytes, files, changed, stamp: stamp.value(), parts: parts.into() }
+        Measure { bytes, files, changed, stamp: digest(&parts), parts: parts.into() }
     }
 }
 
@@ -99,26 +93,9 @@ pub(super) trait StepTree {
 /// Longest small file, in bytes.
 pub(super) const SMALL_BYTES_MAX: u64 = 4 << 20;
 
-/// A digest that grows by words.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Stamp(u64);
-
-impl Stamp {
-    pub(super) const fn new() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
-    }
-
-    pub(super) fn add(&mut self, bytes: &[u8]) {
-        for byte in bytes.iter().chain(&[0xff]) {
-            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
-    }
-
-    pub(super) fn add_number(&mut self, number: u64) {
-        self.add(&number.to_le_bytes());
-    }
-
-    pub(super) const fn value(self) -> u64 {
-        self.0
-    }
+/// A digest, which is the same wherever this process takes it.
+pub(super) fn digest(of: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    of.hash(&mut hasher);
+    hasher.finish()
 }
