@@ -18,10 +18,8 @@ pub enum FileRole {
 impl FileRole {
     /// Whether the file is a regular one that is opened.
     pub(crate) const fn is_readable(&self) -> bool {
-        match self {
-            Self::Weights | Self::Other => true,
-            Self::Ignored(reason) => reason.is_readable(),
-        }
+        use IgnoreReason::{NotInIndex, OtherSet, OtherVariant, SecondCopy};
+        matches!(self, Self::Weights | Self::Other | Self::Ignored(NotInIndex | SecondCopy | OtherSet | OtherVariant))
     }
 }
 
@@ -54,13 +52,6 @@ pub enum IgnoreReason {
     LfsPointer,
     /// State of a training beside files of ranks: optimizer, scheduler, random numbers.
     TrainingState,
-}
-
-impl IgnoreReason {
-    /// Whether the file is nevertheless a regular file.
-    pub(crate) const fn is_readable(self) -> bool {
-        matches!(self, Self::NotInIndex | Self::SecondCopy | Self::OtherSet | Self::OtherVariant)
-    }
 }
 
 impl fmt::Display for IgnoreReason {
