@@ -43,6 +43,11 @@ impl Expected {
         }
         self.count += 1;
     }
+
+    /// A warning about them, if there are any.
+    pub(super) fn warning(&self, what: &str) -> Option<String> {
+        (self.count > 0).then(|| format!("{self}: {what}"))
+    }
 }
 
 impl fmt::Display for Expected {
@@ -503,10 +508,8 @@ impl Problems {
 
     /// Warnings of what was accepted.
     pub(super) fn warnings(&self) -> impl Iterator<Item = String> {
-        let missing = (self.missing.count > 0)
-            .then(|| format!("{}: named by the index, found in no file, left out (--allow-missing)", self.missing));
-        let unmapped = (self.unmapped.count > 0)
-            .then(|| format!("{}: not named by the index, shown nevertheless (--allow-unmapped)", self.unmapped));
+        let missing = self.missing.warning("named by the index, found in no file, left out (--allow-missing)");
+        let unmapped = self.unmapped.warning("not named by the index, shown nevertheless (--allow-unmapped)");
         missing.into_iter().chain(unmapped)
     }
 

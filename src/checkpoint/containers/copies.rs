@@ -84,16 +84,9 @@ pub(crate) fn choose<'p>(
             copies.drop(*file, name);
         }
     }
-    if of_index.count > 0 {
-        copies.warnings.push(format!(
-            "{of_index}: several files have a copy; taken from the file that the index names (--duplicates)"
-        ));
-    }
-    if of_last.count > 0 {
-        copies.warnings.push(format!(
-            "{of_last}: several files have a copy; taken from the last of the files (--duplicates last)"
-        ));
-    }
+    let by_index = "several files have a copy; taken from the file that the index names (--duplicates)";
+    let by_order = "several files have a copy; taken from the last of the files (--duplicates last)";
+    copies.warnings.extend(of_index.warning(by_index).into_iter().chain(of_last.warning(by_order)));
     if index.is_some() {
         leave_out_unnamed(&rows, &named, rule, problems, &mut copies);
     }
@@ -124,11 +117,8 @@ fn leave_out_unnamed(
             copies.drop(*file, name);
         }
     }
-    if left_out.count > 0 {
-        copies.warnings.push(format!(
-            "{left_out}: not named by the index, left out (--allow-unmapped shows what the index does not name)"
-        ));
-    }
+    let what = "not named by the index, left out (--allow-unmapped shows what the index does not name)";
+    copies.warnings.extend(left_out.warning(what));
 }
 
 /// The beginning of a name with its first number: `model.layers.7`.
