@@ -266,45 +266,36 @@ pub(super) fn values_in_directories(
 ) -> Result<Vec<Vec<StoreValue>>, Problem> {
     let finder = Names::new(names, wanted);
     let list = |(number, name): (usize, &String)| {
-        let mut values = Vec::new();
-        if wanted[number] {
-            list_values(tree, item, name, "", &finder, number, 0, &mut values)?;
-        }
-        Ok(values)
+        let is_own = |path: &str| finder.find(path).is_some_and(|(of, _)| of == number);
+        if wanted[number] { list_values(tree, item, name, &is_own) } else { Ok(Vec::new()) }
     };
     let numbered: Vec<(usize, &String)> = names.iter().enumerate().collect();
     numbered.par_iter().map(|named| list(*named)).collect()
 }
 
-#[expect(clippy::too_many_arguments, reason = "a recursion over directories carries what it looks up")]
+/// The values in the directory of an array and in those inside, in the order of their paths.
 fn list_values(
     tree: &dyn FileTree,
     item: &str,
     name: &str,
-    inside: &str,
-    finder: &Names<'_>,
-    number: usize,
-    depth: usize,
-    values: &mut Vec<StoreValue>,
-) -> Result<(), Problem> {
-    if depth > DEPTH_MAX {
-        let (limit, found) = (DEPTH_MAX as u64, depth as u64);
-        return Err(too_many("levels of directories in an array", limit, found));
-    }
-    let directory = below(name, inside);
-    let directory = directory.trim_end_matches('/');
-    for entry in tree.list(&below(item, directory))? {
-        let path = below(directory, &entry.name);
-        if entry.is_directory {
-            let inside = below(inside, &entry.name);
-            list_values(tree, item, name, &inside, finder, number, depth + 1, values)?;
-        } else if finder.find(&path).is_some_and(|(of, _)| of == number) {
-            let key = below(inside, &entry.name);
+    is_own: &dyn Fn(&str) -> bool,
+) -> Result<Vec<StoreValue>, Problem> {
+    let mut values = Vec::new();
+    let mut left = vec![(String::new(), true, 0)];
+    while let Some((key, is_directory, depth)) = left.pop() {
+        let path = if key.is_empty() { name.to_owned() } else { below(name, &key) };
+        if is_directory {
+            if depth > DEPTH_MAX {
+                return Err(too_many("levels of directories in an array", DEPTH_MAX as u64, depth as u64));
+            }
+            let entries = tree.list(&below(item, &path))?.into_iter().rev();
+            left.extend(entries.map(|entry| (below(&key, &entry.name), entry.is_directory, depth + 1)));
+        } else if is_own(&path) {
             if values.len() as u64 >= VALUES_MAX {
                 return Err(too_many("stored values", VALUES_MAX, values.len() as u64 + 1));
             }
             values.push(StoreValue { key, path: below(item, &path).into(), bytes: Bytes::File });
         }
     }
-    Ok(())
+    Ok(values)
 }
