@@ -6,7 +6,7 @@
 
 use ckfs_format::torch::read::SavedTensor;
 use ckfs_source::{ByteSpan, FileId, Source};
-use ckfs_tensor::{CoverFault, DType, Element, Mosaics, NewBox, PerAxis, Shape, cover, mosaic};
+use ckfs_tensor::{CoverFault, DType, Element, Mosaics, NewBox, PerAxis, Shape, TensorId, cover, mosaic};
 
 use super::{
     problem::{BYTES_MAX, Problem, Problems},
@@ -255,15 +255,10 @@ fn new_box(part: &StoredBox) -> NewBox {
 
 /// Two tensors of one name.
 fn find_duplicates(table: &TensorTable, source: &dyn Source, problems: &mut Problems) {
-    for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
-        let (first, second) = (table.tensor(first), table.tensor(second));
-        if first.name == second.name {
-            let file = |file: Option<FileId>| file.map_or_else(String::new, |id| source.path(id).display().to_string());
-            problems.push(Problem::Duplicate {
-                tensor: first.name.to_owned(),
-                first: file(first.first_file()),
-                second: file(second.first_file()),
-            });
-        }
-    }
+    let file = |id: TensorId| table.tensor(id).first_file();
+    let file = |id| file(id).map_or_else(String::new, |file| source.path(file).display().to_string());
+    problems.extend(table.repeated().map(|ids| {
+        let [first, second] = ids.map(file);
+        Problem::Duplicate { tensor: table.tensor(ids[0]).name.to_owned(), first, second }
+    }));
 }

@@ -247,14 +247,11 @@ impl Checkpoint {
     ) -> Result<Self, Vec<String>> {
         let table = all.derived(rows);
         let table = table.ok_or_else(|| vec!["the names of all tensors together are longer than 4 GiB".to_owned()])?;
-        let mut wrong = Vec::new();
-        for (first, second) in table.by_name().zip(table.by_name().skip(1)) {
-            let name = table.tensor(first).name;
-            if name == table.tensor(second).name {
-                let (first, second) = (all.tensor(first).name, all.tensor(second).name);
-                wrong.push(format!("{first} and {second} would both be called {name}"));
-            }
-        }
+        let both = |ids: [TensorId; 2]| {
+            let [first, second] = ids.map(|id| all.tensor(id).name);
+            format!("{first} and {second} would both be called {}", table.tensor(ids[0]).name)
+        };
+        let wrong: Vec<String> = table.repeated().map(both).collect();
         if !wrong.is_empty() {
             return Err(wrong);
         }

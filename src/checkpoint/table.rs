@@ -503,6 +503,12 @@ impl TensorTable {
         self.by_name.iter().map(|row| TensorId(*row))
     }
 
+    /// Neighbours in that order that have one name.
+    pub(super) fn repeated(&self) -> impl Iterator<Item = [TensorId; 2]> {
+        let pairs = self.by_name.windows(2).filter(|pair| self.name(pair[0]) == self.name(pair[1]));
+        pairs.map(|pair| [pair[0], pair[1]].map(TensorId))
+    }
+
     /// Ids of the tensors whose names begin so, in lexical order of name; O(log n) to the first.
     pub fn with_prefix(&self, prefix: &str) -> impl Iterator<Item = TensorId> {
         let first = self.by_name.partition_point(|row| self.name(*row) < prefix);
