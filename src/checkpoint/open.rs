@@ -24,7 +24,7 @@ use super::{
     header::{self, read_header},
     index::Index,
     json,
-    listing::{Listed, Opening},
+    listing::{self, Listed, Opening},
     locate::{Located, locate},
     options::{OpenOptions, Unfinished},
     orbax::{self, ChunkSource, DecodedFile, OrbaxContents},
@@ -55,37 +55,35 @@ impl Checkpoint {
     /// # Errors
     /// [`CheckpointError`]. All problems with the contents are one [`CheckpointError::Problems`].
     pub fn open(source: &str, options: &OpenOptions) -> Result<Self, CheckpointError> {
-        open(source, options)
-    }
-}
-
-fn open(source: &str, options: &OpenOptions) -> Result<Checkpoint, CheckpointError> {
-    let mut located = locate(source, options)?;
-    let of_set;
-    let mut options = options;
-    if let (None, Some((directory, set))) = (&located.remote, gguf::part_of_set(&located.path)) {
-        located.path = directory;
-        of_set = OpenOptions { variant: Some(set), ..options.clone() };
-        options = &of_set;
-    }
-    let average = AveragedSources::open(source, options)?;
-    let mut more = MoreFiles { adapters: read_adapters(options)?, versions: None, average };
-    if let Some(fill) = &options.fill_from {
-        more.adapters.extend(filling(fill, options)?);
-    }
-    let companion = options.config_from.as_ref().map(|source| companion(source, options)).transpose()?;
-    let is_file = match &located.remote {
-        Some(remote) => remote.files.iter().any(|file| file.path.is_empty()),
-        None => !is_directory(&located, options),
-    };
-    if let Some(part) = is_file.then(|| part_of(&located.path, located.remote.is_none(), &options.fetches)).flatten() {
-        return Err(CheckpointError::of_file(&located.label, located.path.display(), part));
-    }
-    let tree = remote_tree(&located, options)?;
-    let opened = open_located(located, tree.as_ref(), options, more)?;
-    match companion {
-        Some((companion, config)) => opened.completed(companion, config),
-        None => Ok(opened),
+        let mut located = locate(source, options)?;
+        let of_set;
+        let mut options = options;
+        if let (None, Some((directory, set))) = (&located.remote, gguf::part_of_set(&located.path)) {
+            located.path = directory;
+            of_set = OpenOptions { variant: Some(set), ..options.clone() };
+            options = &of_set;
+        }
+        let average = AveragedSources::open(source, options)?;
+        let mut more = MoreFiles { adapters: read_adapters(options)?, versions: None, average };
+        if let Some(fill) = &options.fill_from {
+            more.adapters.extend(filling(fill, options)?);
+        }
+        let companion = options.config_from.as_ref().map(|source| companion(source, options)).transpose()?;
+        let is_file = match &located.remote {
+            Some(remote) => remote.files.iter().any(|file| file.path.is_empty()),
+            None => !is_directory(&located, options),
+        };
+        if let Some(part) =
+            is_file.then(|| part_of(&located.path, located.remote.is_none(), &options.fetches)).flatten()
+        {
+            return Err(CheckpointError::of_file(&located.label, located.path.display(), part));
+        }
+        let tree = remote_tree(&located, options)?;
+        let opened = open_located(located, tree.as_ref(), options, more)?;
+        match companion {
+            Some((companion, config)) => opened.completed(companion, config),
+            None => Ok(opened),
+        }
     }
 }
 
@@ -163,7 +161,7 @@ fn open_located(
     }
     drop(tree);
     let folder = match remote {
-        Some(tree) => Folder::of_remote(located, tree, options)?,
+        Some(tree) => Folder::of(located, None, listing::of_remote(tree)?, options),
         None => Folder::open(located, options, container::is_weights)?,
     };
     open_folder(folder, options, more)

@@ -59,9 +59,7 @@ pub(crate) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> 
         }
     };
     folder.choose(|path| chosen.iter().any(|chosen| chosen == path));
-    for file in folder.files.iter_mut().filter(|file| file.role == FileRole::Other && is_candidate(&file.path)) {
-        file.role = FileRole::Ignored(IgnoreReason::OtherSet);
-    }
+    folder.give_role(&FileRole::Ignored(IgnoreReason::OtherSet), is_candidate);
     Ok(())
 }
 

@@ -74,16 +74,8 @@ impl Folder {
         Ok(Self { warnings, ..Self::of(located, Some(root), Listing { files, directories }, options) })
     }
 
-    /// The files of a remote repository.
-    pub(crate) fn of_remote(
-        located: Located,
-        tree: &RemoteTree,
-        options: &OpenOptions,
-    ) -> Result<Self, CheckpointError> {
-        Ok(Self::of(located, None, listing::of_remote(tree)?, options))
-    }
-
-    fn of(located: Located, root: Option<Arc<RootDir>>, listing: Listing, options: &OpenOptions) -> Self {
+    /// These files. `root` is that of a directory of this machine.
+    pub(crate) fn of(located: Located, root: Option<Arc<RootDir>>, listing: Listing, options: &OpenOptions) -> Self {
         let Listing { files, directories } = listing;
         Self {
             located,
@@ -132,8 +124,13 @@ impl Folder {
 
     /// Makes every file for which `is_weights` is true a weight file.
     pub(crate) fn choose(&mut self, is_weights: impl Fn(&str) -> bool) {
-        for file in self.files.iter_mut().filter(|file| file.role == FileRole::Other && is_weights(&file.path)) {
-            file.role = FileRole::Weights;
+        self.give_role(&FileRole::Weights, is_weights);
+    }
+
+    /// Gives this role to every file that has none yet and for which `is_of_role` is true.
+    pub(crate) fn give_role(&mut self, role: &FileRole, is_of_role: impl Fn(&str) -> bool) {
+        for file in self.files.iter_mut().filter(|file| file.role == FileRole::Other && is_of_role(&file.path)) {
+            file.role = role.clone();
         }
     }
 

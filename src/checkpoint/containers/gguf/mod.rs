@@ -80,9 +80,7 @@ pub(crate) fn choose(folder: &mut Folder) -> Result<(), CheckpointError> {
     };
     let chosen = chosen.clone();
     folder.choose(|path| at_top(path) && set_of(path) == Some(&chosen));
-    for file in folder.files.iter_mut().filter(|file| file.role == FileRole::Other && set_of(&file.path).is_some()) {
-        file.role = FileRole::Ignored(IgnoreReason::OtherSet);
-    }
+    folder.give_role(&FileRole::Ignored(IgnoreReason::OtherSet), |path| set_of(path).is_some());
     Ok(())
 }
 

@@ -30,7 +30,7 @@ use super::super::{
 };
 
 /// Where trainers put the configuration and the tokenizer, beside files of ranks.
-const COMPANIONS: [&str; 1] = ["huggingface/"];
+const COMPANION: &str = "huggingface/";
 
 /// The files of ranks of a directory.
 #[derive(Clone, Debug)]
@@ -111,13 +111,7 @@ impl RankFiles {
         &self,
         folder: &mut Folder,
     ) -> Result<Option<(Companion, serde_json::Value)>, CheckpointError> {
-        for directory in COMPANIONS {
-            let found = companion::of_folder(folder, &format!("{}{directory}", self.below))?;
-            if found.is_some() {
-                return Ok(found);
-            }
-        }
-        Ok(None)
+        companion::of_folder(folder, &format!("{}{COMPANION}", self.below))
     }
 
     /// Gives the files of ranks, and what else the trainer saved, their roles.
@@ -130,9 +124,7 @@ impl RankFiles {
             Some(_) => true,
         });
         let is_state = |path: &str| [".pt", ".pth", ".bin", ".ckpt", ".distcp"].iter().any(|end| path.ends_with(end));
-        for file in folder.files.iter_mut().filter(|file| file.role == FileRole::Other && is_state(&file.path)) {
-            file.role = FileRole::Ignored(IgnoreReason::TrainingState);
-        }
+        folder.give_role(&FileRole::Ignored(IgnoreReason::TrainingState), is_state);
     }
 
     /// Reads them. With `training_state`, what the optimizer of DeepSpeed keeps too.
