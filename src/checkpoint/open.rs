@@ -1,7 +1,7 @@
 //! Opening a checkpoint: it finds out what the source holds, has the dialect choose the weight files and read them, and puts
 //! the parts together.
 
-use std::{collections::HashMap, io, sync::Arc};
+use std::{collections::HashMap, io, mem::take, sync::Arc};
 
 use ckfs_format::safetensors::Header;
 use ckfs_source::{
@@ -297,7 +297,7 @@ fn refuse_adapter(folder: &mut Folder) -> Result<(), CheckpointError> {
 /// Says of a snapshot in the Hub's cache that lacks weight files that its download is unfinished.
 fn name_unfinished_download(folder: &mut Folder) {
     let found = folder.files.iter().filter(|file| file.role == FileRole::Weights).count();
-    folder.problems = of_download(&folder.located, std::mem::take(&mut folder.problems), found, &folder.files);
+    folder.problems = of_download(&folder.located, take(&mut folder.problems), found, &folder.files);
 }
 
 fn of_download(located: &Located, problems: Problems, found: usize, files: &[Listed]) -> Problems {
@@ -497,21 +497,21 @@ impl<'a> ChosenFiles<'a> {
         options: &OpenOptions,
         mut problems: Problems,
     ) -> Result<Checkpoint, CheckpointError> {
-        let MoreFiles { adapters, mut versions, mut average } = std::mem::take(&mut self.more);
+        let MoreFiles { adapters, mut versions, mut average } = take(&mut self.more);
         let adapters = self.add_adapters(adapters, &mut opened);
         let first = opened.len();
-        opened.extend(versions.iter_mut().flat_map(|versions| std::mem::take(&mut versions.opened)));
+        opened.extend(versions.iter_mut().flat_map(|versions| take(&mut versions.opened)));
         if let Some(average) = &mut average {
             average.append_files(&mut opened);
         }
         let source = pin(opened, options, &mut problems)?;
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
-        let contents = self.dialect.read(&pinned, &source, options, &mut problems);
+        let mut contents = self.dialect.read(&pinned, &source, options, &mut problems);
         let files = repo_files(&pinned, &contents.unused);
-        let Contents { mut table, mut partial, file_metadata, are_ranks, .. } = contents;
-        self.warnings.extend(contents.warnings);
+        let (mut table, mut partial) = (take(&mut contents.table), take(&mut contents.partial));
+        self.warnings.append(&mut contents.warnings);
         let index_metadata = self.dialect.index_metadata();
-        let (pinned, mut decoded) = (source.file_count(), contents.decoded);
+        let (pinned, mut decoded) = (source.file_count(), take(&mut contents.decoded));
         let mut replaced = hashbrown::HashMap::new();
         if let Some(versions) = versions {
             let of_base = (&*source, first, index_metadata.as_ref());
@@ -524,10 +524,10 @@ impl<'a> ChosenFiles<'a> {
         let decoded: Arc<[DecodedFile]> = decoded.into();
         let source = ChunkSource::over(source, &decoded);
         let config = self.config_text.as_ref().and_then(|text| parsed(CONFIG, text, &mut problems));
-        let config = config.or(contents.config);
+        let config = config.or(contents.config.take());
         let modelopt = self.modelopt_text.as_ref().and_then(|text| parsed(MODELOPT, text, &mut problems));
         let settings = (quantization_config(config.as_ref()), modelopt.as_ref());
-        let stored = Stored::new((&table, &*source), settings, &file_metadata, own_dtype(config.as_ref()));
+        let stored = Stored::new((&table, &*source), settings, &contents.file_metadata, own_dtype(config.as_ref()));
         // Both visit the names of all tensors: they run at the same time.
         let mut found = Problems::default();
         let (quantized, mut dialect) = rayon::join(
@@ -540,7 +540,7 @@ impl<'a> ChosenFiles<'a> {
             || Dialect::of(&table, config.as_ref(), Quantization::default(), &mut found),
         );
         drop(stored);
-        let ranks = (are_ranks, are_ranks);
+        let ranks = (contents.are_ranks, contents.are_ranks);
         let compared = config.as_ref().and_then(|config| promised::compare(&table, config, ranks, &mut found));
         self.warnings.extend(compared);
         if let (Some(files), None) = (contents.uncounted, &config) {
@@ -568,20 +568,14 @@ impl<'a> ChosenFiles<'a> {
             root: path,
             label,
             revision,
-            container: contents.container,
+            contents,
             index_metadata,
-            file_metadata,
-            left_out: contents.left_out,
-            unnamed: contents.unnamed,
-            scan_layers: contents.scan_layers,
-            tree: contents.tree,
             quantized,
             adapters,
             pinned,
             decoded,
             averaged: options.average.clone(),
             replaced,
-            are_ranks,
             lacks_named,
             directories: self.directories,
             compared: ComparedHeads::default(),

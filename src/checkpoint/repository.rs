@@ -2,7 +2,7 @@
 
 use std::{
     borrow::Cow,
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -15,7 +15,7 @@ use super::{
     choose::CONFIG,
     companion::Companion,
     composed::Composed,
-    container::{Container, LeftOut, SavedTree},
+    container::{Container, Contents, LeftOut, SavedTree},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
     merges::{Merge, Merges},
@@ -65,13 +65,9 @@ pub(super) struct OpenedRepository {
     pub(super) root: PathBuf,
     pub(super) label: String,
     pub(super) revision: Option<String>,
-    pub(super) container: Container,
+    /// What the weight files hold, without the table and the decoded files.
+    pub(super) contents: Contents,
     pub(super) index_metadata: Option<serde_json::Value>,
-    pub(super) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
-    pub(super) left_out: Vec<LeftOut>,
-    pub(super) unnamed: Option<String>,
-    pub(super) scan_layers: Option<bool>,
-    pub(super) tree: SavedTree,
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
     /// Number of pinned files, and the files after them, which the source decodes.
@@ -81,8 +77,6 @@ pub(super) struct OpenedRepository {
     pub(super) averaged: Vec<(String, f32)>,
     /// Decoded files of tensors that differ from those of a base, and the files where the base has them.
     pub(super) replaced: HashMap<FileId, FileId>,
-    /// Whether the weight files are those of ranks.
-    pub(super) are_ranks: bool,
     /// Whether the index names tensors that no file has, which the user accepts.
     pub(super) lacks_named: bool,
     /// Directories of the repository with the gates before them. Its own directory, called "", is the first.
@@ -381,7 +375,12 @@ impl Checkpoint {
             problems.of_file(CONFIG, message);
         }
         self.dialect = Dialect::of(&self.table, Some(&config), quantization, &mut problems);
-        self.warnings.extend(promised::compare(&self.table, &config, (self.opened.are_ranks, true), &mut problems));
+        self.warnings.extend(promised::compare(
+            &self.table,
+            &config,
+            (self.opened.contents.are_ranks, true),
+            &mut problems,
+        ));
         problems.refuse(&format!("--config-from {}", companion.label))?;
         (self.config, self.companion) = (Some(config), Some(Arc::new(companion)));
         Ok(self)
@@ -432,21 +431,21 @@ impl Checkpoint {
 
     /// What the files of weights are.
     pub fn container(&self) -> Container {
-        self.opened.container
+        self.opened.contents.container
     }
 
     /// Whether it is a repository of Hugging Face: safetensors of whole tensors, or any weights beside a `config.json` of
     /// its own. Trainers put that of their files of ranks into a directory beside them.
     pub fn is_repository(&self) -> bool {
         let is_config = |file: &RepoFile| file.path == CONFIG && file.file.is_some();
-        if self.opened.container == Container::Ranks {
+        if self.opened.contents.container == Container::Ranks {
             // Those of Megatron have its own names, which a layout takes back.
             return self.config.is_some() && self.find(MEGATRON).is_none();
         }
-        if self.opened.container == Container::Gguf {
-            return self.opened.unnamed.is_none();
+        if self.opened.contents.container == Container::Gguf {
+            return self.opened.contents.unnamed.is_none();
         }
-        self.opened.container == Container::Safetensors || self.files.iter().any(is_config)
+        self.opened.contents.container == Container::Safetensors || self.files.iter().any(is_config)
     }
 
     /// The rename that takes the wrappers of training programs from all names, as `--source-rename` takes it; `None` if there
@@ -458,12 +457,12 @@ impl Checkpoint {
 
     /// What the files of weights hold besides tensors. It is not shown.
     pub fn left_out(&self) -> &[LeftOut] {
-        &self.opened.left_out
+        &self.opened.contents.left_out
     }
 
     /// Why the tensors have no names of a repository, where their container has names of its own.
     pub fn unnamed(&self) -> Option<&str> {
-        self.opened.unnamed.as_deref()
+        self.opened.contents.unnamed.as_deref()
     }
 
     /// The tensor table.
@@ -511,12 +510,12 @@ impl Checkpoint {
 
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
     pub fn scan_layers(&self) -> Option<bool> {
-        self.opened.scan_layers
+        self.opened.contents.scan_layers
     }
 
     /// What the tree that a trainer saved has besides the names of the tensors.
     pub fn saved_tree(&self) -> &SavedTree {
-        &self.opened.tree
+        &self.opened.contents.tree
     }
 
     /// Whether every tensor of a weight file is the model's. Another file is never given out as it is.
@@ -526,7 +525,7 @@ impl Checkpoint {
 
     /// The `__metadata__` member of a weight file's header, in order; empty if it has none.
     pub fn file_metadata(&self, file: FileId) -> &[(String, String)] {
-        self.opened.file_metadata.get(&file).map_or(&[], Vec::as_slice)
+        self.opened.contents.file_metadata.get(&file).map_or(&[], Vec::as_slice)
     }
 
     /// How the repository names, fuses and quantizes.
