@@ -1,8 +1,7 @@
 //! The headers of weight files, and the table of their tensors, checked against the index.
 
 use std::{
-    cmp::Ordering,
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     fmt,
 };
 
@@ -92,8 +91,7 @@ impl<'a> PinnedFiles<'a> {
             && named.windows(2).all(|pair| pair[0].0 != pair[1].0)
     }
 
-    /// Compares index and headers in both directions: one walk over both, sorted by name. Of the `decided` names the user has
-    /// chosen another copy.
+    /// Compares index and headers in both directions, by name. Of the `decided` names the user has chosen another copy.
     pub(crate) fn compare_with_index(
         &self,
         index_name: &str,
@@ -102,45 +100,33 @@ impl<'a> PinnedFiles<'a> {
         broken: &BTreeSet<String>,
         problems: &mut Problems,
     ) {
-        let mut named: Vec<(&str, &str)> =
-            index.tensors.iter().map(|(name, file)| (&**name, index.files[*file as usize].as_str())).collect();
-        named.par_sort_unstable();
-        let mut named = named.into_iter().peekable();
-        let mut tensors = table.by_name().map(|id| table.tensor(id)).peekable();
-        loop {
-            let order = match (named.peek(), tensors.peek()) {
-                (None, None) => break,
-                (Some(_), None) => Ordering::Less,
-                (None, Some(_)) => Ordering::Greater,
-                (Some((name, _)), Some(tensor)) => (*name).cmp(tensor.name),
-            };
-            let entry = if order == Ordering::Greater { None } else { named.next() };
-            let tensor = if order == Ordering::Less { None } else { tensors.next() };
-            match (entry, tensor) {
-                (Some((name, file)), None) => {
-                    if !broken.contains(file) && self.files.iter().any(|listed| listed.path == file) {
-                        problems.push(Problem::NotInFile { tensor: name.to_owned(), file: file.to_owned() });
+        // The files that the index names for a tensor, and the first that has it. Repetitions there are reported above.
+        let mut both: BTreeMap<&str, (Vec<&str>, Option<&str>)> = BTreeMap::new();
+        for (name, file) in &index.tensors {
+            both.entry(name).or_default().0.push(&index.files[*file as usize]);
+        }
+        for tensor in table.by_name().map(|id| table.tensor(id)) {
+            both.entry(tensor.name).or_default().1.get_or_insert_with(|| self.path_of(&tensor));
+        }
+        for (name, (named, found)) in both {
+            match (named.iter().min(), found) {
+                (Some(file), None) => {
+                    if !broken.contains(*file) && self.files.iter().any(|listed| listed.path == *file) {
+                        problems.push(Problem::NotInFile { tensor: name.to_owned(), file: (*file).to_owned() });
                     }
                 }
-                (None, Some(tensor)) => problems.push(Problem::NotInIndex {
-                    tensor: tensor.name.to_owned(),
-                    file: self.path_of(&tensor).to_owned(),
-                }),
-                (Some((name, expected)), Some(tensor))
-                    if expected != self.path_of(&tensor) && !decided.contains(name) =>
-                {
+                (None, Some(file)) => {
+                    problems.push(Problem::NotInIndex { tensor: name.to_owned(), file: file.to_owned() });
+                }
+                (Some(expected), Some(found)) if *expected != found && !decided.contains(name) => {
                     let expected = format_args!("in {expected} by the index");
-                    problems.push(Problem::of_tensor(name, expected, format_args!("in {}", self.path_of(&tensor))));
+                    problems.push(Problem::of_tensor(name, expected, format_args!("in {found}")));
                 }
                 (Some(_), Some(_)) | (None, None) => {}
             }
-            // Repetitions on either side are reported above or here. The walk skips them.
-            let name = entry.map(|entry| entry.0).or(tensor.map(|tensor| tensor.name));
-            let name = name.expect("the walk has ended where neither side has a name");
-            while named.next_if(|next| next.0 == name && entry.is_some()).is_some() {
+            for _ in 1..named.len() {
                 problems.of_file(index_name, format_args!("names tensor {name:?} twice"));
             }
-            while tensors.next_if(|next| next.name == name && tensor.is_some()).is_some() {}
         }
     }
 }
