@@ -33,15 +33,16 @@ pub enum Experts {
     Fused,
 }
 
-/// How the projections to query, key and value are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How the projections to query, key and value are stored. Of several, the greatest is what the model is known by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Qkv {
     /// No tensor of a known name.
+    #[default]
     Unknown,
-    /// One tensor each.
-    Separate,
     /// One tensor for all three.
     Fused,
+    /// One tensor each.
+    Separate,
     /// Latent attention: low-rank factors (DeepSeek).
     Latent,
 }
@@ -181,7 +182,7 @@ impl Dialect {
             mtp_layers,
             mtp_named: scan.mtp_named,
             experts: scan.experts,
-            qkv: scan.qkv(),
+            qkv: scan.qkv,
             tied_declared: tie.declared,
             tied: tie.tied,
             has_lm_head: other_head.map_or(scan.has_lm_head, |head| table.find(head).is_some()),
@@ -296,16 +297,13 @@ impl fmt::Display for Qkv {
 
 /// Observations from one pass over the names.
 #[derive(Debug, Default)]
-#[allow(clippy::struct_excessive_bools, reason = "independent observations, not states")]
 struct NameScan {
     /// By element type, in the order of [`DType::ALL`].
     counts: Vec<(u64, u64)>,
     /// By prefix with word: the family and its layer numbers.
     families: HashMap<String, (LayerFamily, BTreeSet<u64>)>,
     experts: Experts,
-    fused_qkv: bool,
-    separate_qkv: bool,
-    latent_qkv: bool,
+    qkv: Qkv,
     has_lm_head: bool,
     mtp_named: bool,
 }
@@ -328,9 +326,11 @@ impl NameScan {
         while let Some(part) = parts.next() {
             match part {
                 "experts" => self.add_expert(parts.peek().copied()),
-                "q_proj" | "k_proj" | "wq" | "wk" | "query" | "key" => self.separate_qkv = true,
-                "qkv_proj" | "c_attn" | "query_key_value" | "Wqkv" | "qkv" | "in_proj_qkv" => self.fused_qkv = true,
-                "kv_a_proj_with_mqa" | "wkv_a" | "wkv" => self.latent_qkv = true,
+                "q_proj" | "k_proj" | "wq" | "wk" | "query" | "key" => self.qkv = self.qkv.max(Qkv::Separate),
+                "qkv_proj" | "c_attn" | "query_key_value" | "Wqkv" | "qkv" | "in_proj_qkv" => {
+                    self.qkv = self.qkv.max(Qkv::Fused)
+                }
+                "kv_a_proj_with_mqa" | "wkv_a" | "wkv" => self.qkv = Qkv::Latent,
                 "lm_head" | "embed_out" => self.has_lm_head |= is_matrix_of_head(tensor),
                 "mtp" => self.mtp_named = true,
                 _ => {}
@@ -379,18 +379,6 @@ impl NameScan {
             right.bytes.cmp(&left.bytes).then_with(|| (&left.prefix, &left.word).cmp(&(&right.prefix, &right.word)))
         });
         families
-    }
-
-    const fn qkv(&self) -> Qkv {
-        if self.latent_qkv {
-            Qkv::Latent
-        } else if self.separate_qkv {
-            Qkv::Separate
-        } else if self.fused_qkv {
-            Qkv::Fused
-        } else {
-            Qkv::Unknown
-        }
     }
 }
 
