@@ -1,7 +1,6 @@
 //! How a repository is opened.
 
 use std::{
-    fmt,
     path::PathBuf,
     sync::{Arc, OnceLock},
 };
@@ -27,12 +26,6 @@ impl Accepted {
     /// Whether a name is accepted.
     pub fn accepts(&self, name: &str) -> bool {
         self.0.as_ref().is_some_and(|accepts| accepts(name))
-    }
-}
-
-impl fmt::Debug for Accepted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Accepted").field(&self.0.is_some()).finish()
     }
 }
 

@@ -438,7 +438,7 @@ impl Problem {
 }
 
 /// Problems in the order in which they are found.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Problems {
     list: Vec<Problem>,
     more: usize,
