@@ -28,7 +28,7 @@ impl<'a> WeightName<'a> {
     pub(crate) fn of(path: &'a str) -> Option<Self> {
         let ending = ENDINGS.iter().find(|ending| path.ends_with(**ending))?;
         let (name, ending) = path.split_at(path.len() - ending.len());
-        let Some(Numbered { before, number, total, after }) = numbered(name) else {
+        let Some([before, number, total, after]) = numbered(name) else {
             let (stem, variant) = split_variant(name);
             return Some(Self { stem, variant, number: None, ending });
         };
@@ -61,16 +61,8 @@ pub(crate) fn is_any_index(path: &str) -> bool {
 
 const SEPARATORS: [char; 3] = ['-', '_', '.'];
 
-/// A name around its number.
-struct Numbered<'a> {
-    before: &'a str,
-    number: &'a str,
-    total: &'a str,
-    after: &'a str,
-}
-
-/// The last `N-of-M` of a name, with any of the separators or none.
-fn numbered(name: &str) -> Option<Numbered<'_>> {
+/// What is before the last `N-of-M` of a name, both numbers, and what is after them, with any of the separators or none.
+fn numbered(name: &str) -> Option<[&str; 4]> {
     let trimmed_of = |at: usize| {
         let (left, right) = (&name[..at], &name[at + 2..]);
         let left = left.strip_suffix(SEPARATORS).unwrap_or(left);
@@ -82,12 +74,7 @@ fn numbered(name: &str) -> Option<Numbered<'_>> {
         let is_padded = number.starts_with('0') && number.len() > 1 && number.len() == total.len();
         let stands_alone = is_padded || before.is_empty() || before.ends_with(SEPARATORS);
         let ends = after.is_empty() || after.starts_with(SEPARATORS);
-        (!number.is_empty() && !total.is_empty() && stands_alone && ends).then_some(Numbered {
-            before,
-            number,
-            total,
-            after,
-        })
+        (!number.is_empty() && !total.is_empty() && stands_alone && ends).then_some([before, number, total, after])
     };
     name.rmatch_indices("of").find_map(|(at, _)| trimmed_of(at))
 }
