@@ -103,14 +103,6 @@ struct Chunk<'a> {
     inner: Vec<Option<Range<u64>>>,
 }
 
-/// The boxes of an array, and the decoded files among their files.
-#[derive(Debug)]
-pub(super) struct ArrayLayout {
-    pub(super) boxes: Vec<ArrayBox>,
-    /// Whether indices are left that no box covers: they hold the fill value.
-    pub(super) has_holes: bool,
-}
-
 /// What is needed to lay out an array.
 pub(super) struct ToLayOut<'a> {
     pub(super) tree: &'a dyn FileTree,
@@ -122,7 +114,7 @@ pub(super) struct ToLayOut<'a> {
 }
 
 impl ToLayOut<'_> {
-    /// Lays out the chunks of the array. Adds the files that they need.
+    /// The boxes of the array, and whether indices are left that none covers: they hold the fill value. Adds the files that chunks need.
     ///
     /// # Errors
     /// All problems with the chunks.
@@ -130,7 +122,7 @@ impl ToLayOut<'_> {
         self,
         files: &mut Files,
         decoded: &mut Vec<DecodedFile>,
-    ) -> Result<ArrayLayout, Vec<Problem>> {
+    ) -> Result<(Vec<ArrayBox>, bool), Vec<Problem>> {
         let form = Form::of(&self.array);
         let found: Vec<_> = self.values.par_iter().map(|value| self.chunk(&form, value)).collect();
         let (mut chunks, mut problems) = (Vec::with_capacity(found.len()), Vec::new());
@@ -161,7 +153,7 @@ impl ToLayOut<'_> {
             boxes.add(&form, chunk, files.number(&chunk.value.path));
         }
         let boxes = boxes.finish(decoded).map_err(|problem| vec![problem])?;
-        Ok(ArrayLayout { boxes, has_holes })
+        Ok((boxes, has_holes))
     }
 
     /// The place of a value in the grid. `None` if it is no chunk and need not be one.

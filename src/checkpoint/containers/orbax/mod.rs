@@ -22,7 +22,7 @@ mod store;
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use array::{ArrayBox, ArrayLayout, BoxFile, ToLayOut};
+use array::{ArrayBox, BoxFile, ToLayOut};
 pub(crate) use chunk_source::ChunkSource;
 use ckfs_format::{
     orbax::{
@@ -186,7 +186,7 @@ pub(crate) fn read(
         let stores_fill_values = leaves.stores_fill_values || item.is_unfinished.is_some();
         let to_lay_out = ToLayOut { tree, name, array, values, stores_fill_values };
         match to_lay_out.lay_out(&mut files, &mut decoded) {
-            Ok(ArrayLayout { boxes, has_holes }) => {
+            Ok((boxes, has_holes)) => {
                 tensors.push(OrbaxTensor { name: name.clone(), dtype, shape, fill: has_holes.then_some(fill), boxes });
             }
             Err(found) => problems.extend(found),
