@@ -73,10 +73,6 @@ fn unsaved(dir: &Path) -> CheckpointError {
     CheckpointError::of_file(dir.display(), ADAPTER_CONFIG, message)
 }
 
-pub(super) fn read_adapters(options: &OpenOptions) -> Result<Vec<AdapterFiles>, CheckpointError> {
-    options.adapters.iter().map(|dir| read_adapter(dir, options)).collect()
-}
-
 /// An adapter of a service: of the Hub, or in a bucket.
 fn read_remote(dir: &Path, source: &str, options: &OpenOptions) -> Result<AdapterFiles, CheckpointError> {
     let located = locate(source, options)?;

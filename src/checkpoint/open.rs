@@ -9,11 +9,11 @@ use ckfs_source::{
 };
 
 use super::{
-    adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles, is_adapter_file, not_a_model, read_adapters},
+    adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles, is_adapter_file, not_a_model, read_adapter},
     alone::part_of,
     average::AveragedSources,
     choose::{CONFIG, find_unreadable},
-    companion::{Companion, fill_files, not_a_directory, read_companion},
+    companion::{Companion, read_companion},
     container::{self, Container, Contents},
     dcp,
     dialect::{Dialect, own_dtype, quantization_config},
@@ -64,7 +64,8 @@ impl Checkpoint {
             options = &of_set;
         }
         let average = AveragedSources::open(source, options)?;
-        let mut more = MoreFiles { adapters: read_adapters(options)?, versions: None, average };
+        let adapters = options.adapters.iter().map(|dir| read_adapter(dir, options)).collect::<Result<_, _>>()?;
+        let mut more = MoreFiles { adapters, versions: None, average };
         if let Some(fill) = &options.fill_from {
             more.adapters.extend(filling(fill, options)?);
         }
@@ -80,10 +81,7 @@ impl Checkpoint {
         }
         let tree = remote_tree(&located, options)?;
         let opened = open_located(located, tree.as_ref(), options, more)?;
-        match companion {
-            Some((companion, config)) => opened.completed(companion, config),
-            None => Ok(opened),
-        }
+        opened.completed(companion)
     }
 }
 
@@ -106,21 +104,24 @@ fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, Che
         OpenOptions { adapters: Vec::new(), config_from: None, fill_from: None, variant: None, ..options.clone() };
     // A part of a checkpoint may be just what is missing.
     let fill = open_located(located, tree.as_ref(), &alone, MoreFiles::default())?;
-    let mut found = Vec::new();
+    let mut files = Vec::new();
     for file in fill.files().iter().filter(|file| file.role == FileRole::Weights) {
         let Some(id) = file.file else { continue };
-        let Some(tree) = &tree else {
+        let (found, dir) = if let Some(tree) = &tree {
+            // A single file has no path within its repository.
+            let place =
+                tree.repository().files.iter().position(|listed| listed.path == file.path || listed.path.is_empty());
+            let remote = tree.remote(place.expect("the checkpoint has files of this list only"))?;
+            (FoundFile::cached(remote), remote.object.name.to_path_buf())
+        } else {
             let path = fill.source().path(id).to_owned();
-            found.push((FoundFile::named(&path), path));
-            continue;
+            (FoundFile::named(&path), path)
         };
-        // A single file has no path within its repository.
-        let place =
-            tree.repository().files.iter().position(|listed| listed.path == file.path || listed.path.is_empty());
-        let remote = tree.remote(place.expect("the checkpoint has files of this list only"))?;
-        found.push((FoundFile::cached(remote), remote.object.name.to_path_buf()));
+        let _opening = options.fetches.begin_path(&dir, "open");
+        let weights = found.map_err(|error| io_error(&dir, "open", error))?.open(None)?;
+        files.push(AdapterFiles { dir, config: serde_json::Value::Null, weights, warning: None, fills: true });
     }
-    fill_files(found.into_iter(), &options.fetches)
+    Ok(files)
 }
 
 /// Configuration and tokenizer of another repository.
@@ -130,7 +131,8 @@ fn companion(source: &str, options: &OpenOptions) -> Result<(Companion, serde_js
         return read_companion(located.label, &CachedTree::new(&tree));
     }
     if !is_directory(&located, options) {
-        return Err(not_a_directory(&located.label));
+        let label = format_args!("--config-from {}", located.label);
+        return Err(CheckpointError::of_file(label, CONFIG, "expected a directory with this file, or org/name"));
     }
     let tree = local_tree(&located, options)?;
     read_companion(located.label, &tree)
@@ -267,16 +269,14 @@ fn open_folder(mut folder: Folder, options: &OpenOptions, more: MoreFiles) -> Re
     };
     refuse_adapter(&mut folder)?;
     folder.leave_out_pointers()?;
-    name_unfinished_download(&mut folder);
+    let found = folder.files.iter().filter(|file| file.role == FileRole::Weights).count();
+    folder.problems = of_download(&folder.located, take(&mut folder.problems), found, &folder.files);
     let (weights, opened) = folder.open_files(more.count())?;
     let Folder { located, files, directories, warnings, problems, .. } = folder;
     let chosen =
         ChosenFiles { located, files, weights, dialect, config_text, modelopt_text, more, directories, warnings };
     let opened = chosen.build(opened, options, problems)?;
-    match companion {
-        Some((companion, config)) => opened.completed(companion, config),
-        None => Ok(opened),
-    }
+    opened.completed(companion)
 }
 
 /// Refuses a directory whose weights are those of an adapter.
@@ -295,11 +295,6 @@ fn refuse_adapter(folder: &mut Folder) -> Result<(), CheckpointError> {
 }
 
 /// Says of a snapshot in the Hub's cache that lacks weight files that its download is unfinished.
-fn name_unfinished_download(folder: &mut Folder) {
-    let found = folder.files.iter().filter(|file| file.role == FileRole::Weights).count();
-    folder.problems = of_download(&folder.located, take(&mut folder.problems), found, &folder.files);
-}
-
 fn of_download(located: &Located, problems: Problems, found: usize, files: &[Listed]) -> Problems {
     let Located { label, revision: Some(_), remote: None, .. } = located else { return problems };
     let repo = label.split('@').next().unwrap_or(label);

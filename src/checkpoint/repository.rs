@@ -356,15 +356,15 @@ impl Checkpoint {
         rows.filter(move |(id, _)| files.contains(&self.file_of(*id)))
     }
 
-    /// This checkpoint with the configuration and the tokenizer of another repository.
+    /// This checkpoint with the configuration and the tokenizer of another repository, if there is one.
     ///
     /// # Errors
     /// The configuration contradicts itself.
     pub(super) fn completed(
         mut self,
-        companion: Companion,
-        config: serde_json::Value,
+        companion: Option<(Companion, serde_json::Value)>,
     ) -> Result<Self, CheckpointError> {
+        let Some((companion, config)) = companion else { return Ok(self) };
         let mut problems = Problems::default();
         let quantization = self.dialect.quantization.clone();
         if let Some(lost) = members::lost(config.get("quantization_config")) {

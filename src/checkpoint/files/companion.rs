@@ -3,20 +3,18 @@
 //! A checkpoint of a training program holds weights only. The other files of a repository are small, so that they are
 //! read whole when the checkpoint is opened.
 
-use std::{io, path::PathBuf, sync::Arc};
+use std::sync::Arc;
 
-use ckfs_source::{FoundFile, SourceError, WaitRegistry};
+use ckfs_source::SourceError;
 use serde_json::Value;
 
 use super::super::{
-    adapter::AdapterFiles,
     choose::CONFIG,
     file::FileRole,
     folder::{Folder, Text},
     foreign::lfs_pointer,
     json,
     problem::CheckpointError,
-    text::io_error,
     tree::FileTree,
     weight_name::is_any_index,
 };
@@ -118,12 +116,6 @@ pub(crate) fn of_folder(folder: &mut Folder, below: &str) -> Result<Option<(Comp
     Ok(Some((Companion { label, files }, config)))
 }
 
-/// The problem of a companion that is a file.
-pub(crate) fn not_a_directory(label: &str) -> CheckpointError {
-    let label = format_args!("--config-from {label}");
-    CheckpointError::of_file(label, CONFIG, "expected a directory with this file, or org/name")
-}
-
 /// Paths of the files that a repository made from a checkpoint needs.
 fn needed(tree: &dyn FileTree) -> Result<Vec<String>, SourceError> {
     let mut paths = Vec::new();
@@ -138,21 +130,4 @@ fn needed(tree: &dyn FileTree) -> Result<Vec<String>, SourceError> {
 /// Whether a file of this name is needed beside the weights.
 fn is_needed(name: &str) -> bool {
     ENDINGS.iter().any(|ending| name.ends_with(ending)) && !is_any_index(name) && !OF_OTHER_WEIGHTS.contains(&name)
-}
-
-/// The weight files of a repository that fills what the checkpoint lacks, each with its name.
-///
-/// # Errors
-/// A file is gone.
-pub(crate) fn fill_files(
-    found: impl Iterator<Item = (io::Result<FoundFile>, PathBuf)>,
-    fetches: &WaitRegistry,
-) -> Result<Vec<AdapterFiles>, CheckpointError> {
-    let open = |(found, path): (io::Result<FoundFile>, PathBuf)| {
-        let _opening = fetches.begin_path(&path, "open");
-        let weights = found.map_err(|error| io_error(&path, "open", error))?.open(None)?;
-        let config = Value::Null;
-        Ok(AdapterFiles { dir: path, config, weights, warning: None, fills: true })
-    };
-    found.map(open).collect()
 }
