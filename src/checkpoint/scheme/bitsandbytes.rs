@@ -20,7 +20,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     findings::{SchemeFindings, Told},
-    listed::{Exceptions, config_of, excepted, refuse_orphans, text},
+    listed::{Exceptions, config_of, decoded_dtype, excepted, refuse_orphans, text},
     parts::{Kinds, floats, module_of, needed, packed, slot},
     quantized::{Template, TemplateError},
     stored::Stored,
@@ -218,9 +218,7 @@ fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(K
         let expected = format!("{configured}, which is bnb_4bit_quant_type");
         return Err(Problem::of_tensor(info.name, expected, tensor.kind.to_owned()));
     }
-    let dtype = told("dtype").as_str().and_then(|name| DType::ALL.iter().copied().find(|dtype| dtype.name() == name));
-    let dtype = dtype.filter(|dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16));
-    let dtype = dtype.ok_or_else(|| wrong("dtype", "float32, float16 or bfloat16"))?;
+    let dtype = decoded_dtype(told("dtype").as_str()).ok_or_else(|| wrong("dtype", "float32, float16 or bfloat16"))?;
     let positive = |key: &str| {
         let size = told(key).as_u64().filter(|size| *size > 0);
         size.ok_or_else(|| wrong(key, "a positive number"))

@@ -1,5 +1,6 @@
 //! What the configurations of inference libraries have in common: a method by name, sizes of groups, modules that are left out.
 
+use ckfs_tensor::DType;
 use hashbrown::HashSet;
 use serde_json::Value as Json;
 
@@ -14,6 +15,11 @@ pub(super) fn config_of<'a>(stored: &Stored<'a>, method: &str) -> Option<&'a Jso
 /// A member that is a text.
 pub(super) fn text<'a>(of: &'a Json, key: &str) -> Option<&'a str> {
     of.get(key).and_then(Json::as_str)
+}
+
+/// The type that tensors have when they are decoded, of this name in a description.
+pub(super) fn decoded_dtype(name: Option<&str>) -> Option<DType> {
+    [DType::F32, DType::F16, DType::BF16].into_iter().find(|dtype| Some(dtype.name()) == name)
 }
 
 /// The first of these members that is there and not null.

@@ -20,7 +20,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     findings::{SchemeFindings, Told},
-    listed::{Exceptions, config_of, excepted, text},
+    listed::{Exceptions, config_of, decoded_dtype, excepted, text},
     parts::{Kinds, floats, is_scale, packed, slot},
     quantized::{Template, TemplateError},
     stored::{Stored, last_word},
@@ -148,9 +148,7 @@ fn refuse_undescribed(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, known
 fn dtype_of(found: &mut SchemeFindings<'_>, name: &str, row: &Json, of: Type) -> Option<DType> {
     let key = if of == Type::Int4 { "activation_dtype" } else { "dtype" };
     let told = row.get("_data").and_then(|data| data.get(key)).unwrap_or(&Json::Null);
-    let word = text(told, "_data");
-    let dtype = DType::ALL.iter().copied().find(|dtype| Some(dtype.name()) == word);
-    let dtype = dtype.filter(|dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16));
+    let dtype = decoded_dtype(text(told, "_data"));
     if dtype.is_none() {
         found.refuse(name, format!("{key} float32, float16 or bfloat16 in __metadata__"), told.to_string());
     }
