@@ -36,7 +36,12 @@ impl ArchiveSpan {
 
 /// What each archive holds, or why it cannot be read.
 pub(crate) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<SavedContents, String>> {
-    items.par_chunks(GROUP_ARCHIVES).flat_map_iter(|group| read_group(source, group)).collect()
+    let contents = |archive: TorchArchive| archive.into_contents().expect("an archive that wants nothing more is done");
+    let of_group = |group: &[ArchiveSpan]| {
+        let group = group.iter().map(|item| Reading::of(source, item, TorchArchive::new(item.len)));
+        read_group(source, group.collect()).map(move |archive| archive.map(contents))
+    };
+    items.par_chunks(GROUP_ARCHIVES).flat_map_iter(of_group).collect()
 }
 
 /// What `interpret` makes of each archive, or why it cannot be read. It is given the number of the archive and its pickle, which may name
@@ -48,15 +53,9 @@ pub(crate) fn read_opened<T: Send>(
     interpret: &(dyn Fn(usize, &OpenedArchive) -> Result<T, String> + Sync),
 ) -> Vec<Result<T, String>> {
     let read = |(number, item): (usize, &ArchiveSpan)| {
-        let mut group = [Reading::of(source, item, TorchArchive::keeping(item.len, allowed))];
-        while group[0].wants() {
-            supply(source, &mut group);
-        }
-        let [Reading { archive, failed, .. }] = group;
-        match failed {
-            Some(error) => Err(error),
-            None => interpret(number, &archive.into_opened().expect("an archive that wants nothing more is done")),
-        }
+        let alone = vec![Reading::of(source, item, TorchArchive::keeping(item.len, allowed))];
+        let archive = read_group(source, alone).next().expect("one archive was read")?;
+        interpret(number, &archive.into_opened().expect("an archive that wants nothing more is done"))
     };
     items.par_iter().enumerate().map(read).collect()
 }
@@ -68,13 +67,15 @@ struct Reading {
     failed: Option<String>,
 }
 
-fn read_group(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<SavedContents, String>> {
-    let reading = |item: &ArchiveSpan| Reading::of(source, item, TorchArchive::new(item.len));
-    let mut group: Vec<Reading> = items.iter().map(reading).collect();
+/// The archives of a group once they want nothing more, or why they cannot be read.
+fn read_group(
+    source: &dyn Source,
+    mut group: Vec<Reading>,
+) -> impl Iterator<Item = Result<TorchArchive, String>> + use<> {
     while group.iter().any(Reading::wants) {
         supply(source, &mut group);
     }
-    group.into_iter().map(Reading::finish).collect()
+    group.into_iter().map(|reading| reading.failed.map_or(Ok(reading.archive), Err))
 }
 
 impl Reading {
@@ -88,13 +89,6 @@ impl Reading {
 
     fn wants(&self) -> bool {
         self.failed.is_none() && !self.archive.wanted().is_empty()
-    }
-
-    fn finish(self) -> Result<SavedContents, String> {
-        if let Some(error) = self.failed {
-            return Err(error);
-        }
-        Ok(self.archive.into_contents().expect("an archive that wants nothing more is done"))
     }
 }
 
