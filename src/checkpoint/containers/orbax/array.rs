@@ -294,24 +294,18 @@ impl Boxes {
             };
             origin.iter().zip(extents).zip(shape).map(fits).collect()
         };
-        match form {
-            Form::Affine(strides) => {
+        match (form, chunk.span) {
+            (Form::Affine(strides), Some(span)) => {
                 let Some(extents) = bounded(&origin, &array.chunk) else { return };
-                let strides = strides.clone();
-                match chunk.span {
-                    Some(span) => {
-                        let file = BoxFile::Own(file);
-                        self.list.push(ArrayBox { file, start: span.start(), origin, extents, strides });
-                    }
-                    // A decoded chunk is in the order of the array's own axes.
-                    None => self.add_coded(file, chunk, (number, 0), None, (origin, extents, None)),
-                }
+                let (file, strides) = (BoxFile::Own(file), strides.clone());
+                self.list.push(ArrayBox { file, start: span.start(), origin, extents, strides });
             }
-            Form::Whole => {
+            // A decoded chunk is in the order of the array's own axes.
+            (Form::Affine(_) | Form::Whole, _) => {
                 let Some(extents) = bounded(&origin, &array.chunk) else { return };
                 self.add_coded(file, chunk, (number, 0), None, (origin, extents, None));
             }
-            Form::Inner { extents: inner_extents, strides, is_plain } => {
+            (Form::Inner { extents: inner_extents, strides, is_plain }, _) => {
                 let grid = array.sharding().map(|sharding| sharding.grid.clone()).unwrap_or_default();
                 for (inner, span) in (0_u32..).zip(&chunk.inner) {
                     let Some(range) = span else { continue };

@@ -182,11 +182,10 @@ pub(super) struct ModelFile {
 }
 
 fn model_file(opened: &OpenedArchive) -> Result<Said, String> {
-    let text = |error: &dyn std::fmt::Display| error.to_string();
-    let states = zero::model_states(&opened.pickle).map_err(|error| text(&error))?;
+    let states = zero::model_states(&opened.pickle).map_err(|error| error.to_string())?;
     let (mut module, mut others) = (Vec::new(), Vec::new());
     for (name, id) in &states.module {
-        match opened.tensor(*id, name).map_err(|error| text(&error))? {
+        match opened.tensor(*id, name).map_err(|error| error.to_string())? {
             Some(saved) => module.push((name.clone(), saved)),
             None => others.push(name.clone()),
         }
