@@ -625,9 +625,7 @@ fn with_adapters(own: TensorTable, adapters: &[Adapter], source: &dyn Source, pr
         return own;
     }
     let header = |Adapter { dir, file, .. }: &Adapter| {
-        let header = read_header(source, *file);
-        let header = header.map_err(|error| error.problem(dir.join(ADAPTER_WEIGHTS).display()));
-        Some((*file, problems.taken(header)?))
+        Some((*file, problems.taken(read_header(source, *file, dir.join(ADAPTER_WEIGHTS).display()))?))
     };
     let headers: Vec<(FileId, Header)> = adapters.iter().filter_map(header).collect();
     problems.or_too_large(own.with_hidden_rows(header::rows(&headers)))

@@ -151,12 +151,15 @@ impl Versions {
         for step in &self.steps {
             files.extend((0..).zip(&step.files).map(|(number, file)| (step, number, file)));
         }
-        let headers: Vec<_> =
-            (0..files.len()).into_par_iter().map(|at| read_header(source, FileId::at(first + at))).collect();
-        let mut changed: BTreeMap<TensorId, Vec<Difference>> = BTreeMap::new();
-        for (at, ((step, number, file), header)) in files.into_iter().zip(headers).enumerate() {
+        let read = |at: usize| {
+            let (step, _, file) = files[at];
             let place = below(&step.directory, file);
-            if let Some(header) = problems.taken(header.map_err(|error| error.problem(&place))) {
+            read_header(source, FileId::at(first + at), &place).map(|header| (header, place))
+        };
+        let headers: Vec<_> = (0..files.len()).into_par_iter().map(read).collect();
+        let mut changed: BTreeMap<TensorId, Vec<Difference>> = BTreeMap::new();
+        for (at, ((step, number, _), header)) in files.into_iter().zip(headers).enumerate() {
+            if let Some((header, place)) = problems.taken(header) {
                 step.add((FileId::at(first + at), number, &place), &header, &table, &mut changed, problems);
             }
         }

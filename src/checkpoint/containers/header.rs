@@ -6,7 +6,7 @@ use std::{
 };
 
 use ckfs_format::safetensors::{Header, HeaderErrors};
-use ckfs_source::{ByteSpan, FileId, Source, SourceError};
+use ckfs_source::{ByteSpan, FileId, Source};
 use rayon::slice::ParallelSliceMut;
 
 use super::super::{
@@ -16,33 +16,21 @@ use super::super::{
     table::{NewRow, RowPlace, TensorInfo, TensorTable},
 };
 
-/// Why a header is not available.
-#[derive(Debug)]
-pub(crate) enum ReadHeader {
-    Source(SourceError),
-    Header(HeaderErrors),
-}
-
-impl ReadHeader {
-    /// The problem of a file whose header it is.
-    pub(crate) fn problem(self, file: impl fmt::Display) -> Problem {
-        match self {
-            Self::Source(error) => error.into(),
-            Self::Header(errors) => Problem::of_file(file, errors),
-        }
-    }
-}
-
-pub(crate) fn read_header(source: &dyn Source, file: FileId) -> Result<Header, ReadHeader> {
+/// The header of a file, which messages call `shown`.
+///
+/// # Errors
+/// Its bytes do not come, or they are none: that alone is [`Problem::Other`].
+pub(crate) fn read_header(source: &dyn Source, file: FileId, shown: impl fmt::Display) -> Result<Header, Problem> {
+    let refused = |errors: HeaderErrors| Problem::of_file(&shown, errors);
     let file_bytes = source.len_bytes(file);
     let mut prefix = [0; 8];
     if file_bytes >= 8 {
-        source.read_into(file, 0, &mut prefix).map_err(ReadHeader::Source)?;
+        source.read_into(file, 0, &mut prefix)?;
     }
-    let len = Header::json_bytes(prefix, file_bytes).map_err(|error| ReadHeader::Header(error.into()))?;
+    let len = Header::json_bytes(prefix, file_bytes).map_err(|error| refused(error.into()))?;
     let mut json = vec![0; usize::try_from(len).expect("a header is at most 100 MB")];
-    source.read_into(file, 8, &mut json).map_err(ReadHeader::Source)?;
-    Header::parse(&json, file_bytes).map_err(ReadHeader::Header)
+    source.read_into(file, 8, &mut json)?;
+    Header::parse(&json, file_bytes).map_err(refused)
 }
 
 /// The tensors of these files that are kept, in this order.

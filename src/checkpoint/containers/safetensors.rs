@@ -19,7 +19,7 @@ use super::super::{
     file::IgnoreReason,
     folder::{Folder, PinnedFiles},
     foreign,
-    header::{ReadHeader, read_header, table_of},
+    header::{read_header, table_of},
     index::Index,
     problem::{CheckpointError, Problem, Problems},
 };
@@ -93,20 +93,18 @@ pub(crate) fn read(
     problems: &mut Problems,
 ) -> Contents {
     let ids: Vec<_> = files.ids().collect();
-    let read: Vec<_> = ids.clone().into_par_iter().map(|id| read_header(files.source, id)).collect();
+    let read: Vec<_> = ids.clone().into_par_iter().map(|id| read_header(files.source, id, files.path(id))).collect();
     let mut headers = Vec::new();
     let mut broken = BTreeSet::new();
     for (id, result) in ids.into_iter().zip(read) {
         let file = files.path(id).to_owned();
         match result {
             Ok(header) => headers.push((id, header)),
-            Err(error) => {
-                broken.insert(file.clone());
+            Err(problem) => {
                 let foreign = foreign::refused_file(files.source, id, &file);
-                problems.push(match (error, foreign) {
-                    (ReadHeader::Header(_), Some(message)) => Problem::of_file(file, message),
-                    (error, _) => error.problem(file),
-                });
+                let foreign = foreign.filter(|_| matches!(problem, Problem::Other(_)));
+                problems.push(foreign.map_or(problem, |message| Problem::of_file(&file, message)));
+                broken.insert(file);
             }
         }
     }
