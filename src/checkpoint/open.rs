@@ -127,15 +127,13 @@ fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, Che
 /// Configuration and tokenizer of another repository.
 fn companion(source: &str, options: &OpenOptions) -> Result<(Companion, serde_json::Value), CheckpointError> {
     let located = locate(source, options)?;
-    if let Some(tree) = remote_tree(&located, options)? {
-        return read_companion(located.label, &CachedTree::new(&tree));
-    }
-    if !is_directory(&located, options) {
+    let remote = remote_tree(&located, options)?;
+    if remote.is_none() && !is_directory(&located, options) {
         let label = format_args!("--config-from {}", located.label);
         return Err(CheckpointError::of_file(label, CONFIG, "expected a directory with this file, or org/name"));
     }
-    let tree = local_tree(&located, options)?;
-    read_companion(located.label, &tree)
+    let tree = tree_of(&located, remote.as_ref(), options)?;
+    read_companion(located.label, &*tree)
 }
 
 /// The checkpoint at a place: a directory, or a single file. `remote` has the files of a service.
@@ -194,7 +192,10 @@ fn tree_of<'a>(
 ) -> Result<Box<dyn OpenTree + 'a>, CheckpointError> {
     Ok(match remote {
         Some(tree) => Box::new(CachedTree::new(tree)),
-        None => Box::new(local_tree(located, options)?),
+        None => {
+            let root = open_root(located, options)?;
+            Box::new(LocalTree::new(root, options.follow_symlinks, Arc::clone(&options.fetches)))
+        }
     })
 }
 
@@ -299,12 +300,6 @@ fn of_download(located: &Located, problems: Problems, found: usize, files: &[Lis
     let Located { label, revision: Some(_), remote: None, .. } = located else { return problems };
     let repo = label.split('@').next().unwrap_or(label);
     problems.of_download(label, repo, found, |path| files.iter().any(|file| file.path == path))
-}
-
-/// The files below a directory, none of them listed or opened yet.
-fn local_tree(located: &Located, options: &OpenOptions) -> Result<LocalTree, CheckpointError> {
-    let root = open_root(located, options)?;
-    Ok(LocalTree::new(root, options.follow_symlinks, Arc::clone(&options.fetches)))
 }
 
 /// The error of these problems.

@@ -5,7 +5,7 @@
 
 use std::{borrow::Cow, io::BufRead, sync::Arc};
 
-use ckfs_format::zarr::read::{Array, ArrayBytes, ChunkError, Codecs, Packing};
+use ckfs_format::zarr::read::{Array, ArrayBytes, ChunkError, Codecs, Packing, ShardCodec};
 use ckfs_source::{BufferMemory, ByteSpan, FileId};
 use ckfs_tensor::{to_usize, unravel};
 
@@ -65,13 +65,15 @@ pub(crate) struct DecodedFile {
 }
 
 impl CodedArray {
+    /// How shards hold the chunks, if these are inner ones.
+    fn sharding(&self) -> Option<&ShardCodec> {
+        self.array.sharding().filter(|_| self.is_inner)
+    }
+
     /// Bytes of one decoded chunk.
     pub(super) fn chunk_bytes(&self) -> u64 {
-        match self.array.sharding().filter(|_| self.is_inner) {
-            // An inner chunk is a part of a chunk.
-            Some(sharding) => sharding.chunk_bytes(self.array.dtype),
-            None => self.array.chunk_bytes(),
-        }
+        // An inner chunk is a part of a chunk.
+        self.sharding().map_or_else(|| self.array.chunk_bytes(), |sharding| sharding.chunk_bytes(self.array.dtype))
     }
 
     /// Bytes of so many decoded chunks, if 64 bits count them.
@@ -89,10 +91,7 @@ impl CodedArray {
 
     /// The codecs of a chunk.
     fn codecs(&self) -> &Codecs {
-        match self.array.sharding().filter(|_| self.is_inner) {
-            Some(sharding) => &sharding.codecs,
-            None => &self.array.codecs,
-        }
+        self.sharding().map_or(&self.array.codecs, |sharding| &sharding.codecs)
     }
 
     /// Memory that the decoding of one chunk takes beside that of its stored bytes.
@@ -128,13 +127,8 @@ impl CodedArray {
     /// The chunk's key, and its numbers in the shard.
     pub(super) fn chunk_name(&self, chunk: &CodedChunk) -> String {
         let key = self.array.key(&unravel(chunk.number, &self.array.grid()));
-        match self.array.sharding().filter(|_| self.is_inner) {
-            Some(sharding) => {
-                let numbers = unravel(chunk.inner.into(), &sharding.grid);
-                format!("{key}, inner chunk {:?}", numbers.as_slice())
-            }
-            None => key,
-        }
+        let Some(sharding) = self.sharding() else { return key };
+        format!("{key}, inner chunk {:?}", unravel(chunk.inner.into(), &sharding.grid).as_slice())
     }
 
     /// How chunks are stored, as `explain` and messages say it.

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs_format::zarr::read::ChunkError;
-use ckfs_source::{BufferMemory, ByteSpan, FileId, Source, SourceError};
+use ckfs_source::{BufferMemory, FileId, Source, SourceError};
 use ckfs_sync::{BoxedJob, Pool, PoolOptions, processors};
 use ckfs_tensor::to_usize;
 
@@ -56,16 +56,14 @@ impl Decoder {
 
     fn expected(&self, key: ChunkKey) -> ExpectedChunk {
         let (decoded, chunk) = self.place(key);
-        let stored_len = match (&decoded.coding, &chunk.bytes) {
-            (FileCoding::Delta(tensor), _) => tensor.stored_bytes_max(),
-            (FileCoding::Array(array), CodedBytes::Span(span)) if is_streamed(array, *span) => 0,
-            (_, CodedBytes::Span(span)) => span.len(),
-            (_, CodedBytes::Inline(_)) => 0,
+        let stored = match &chunk.bytes {
+            CodedBytes::Span(span) => span.len(),
+            CodedBytes::Inline(_) => 0,
         };
-        let len = match &decoded.coding {
-            FileCoding::Array(array) => array.chunk_bytes(),
-            FileCoding::Delta(_) => decoded.len_bytes(),
-            FileCoding::Blocks(tensor) => tensor.bytes_of(chunk.number),
+        let (len, stored_len) = match &decoded.coding {
+            FileCoding::Array(array) => (array.chunk_bytes(), if is_streamed(array, stored) { 0 } else { stored }),
+            FileCoding::Delta(tensor) => (decoded.len_bytes(), tensor.stored_bytes_max()),
+            FileCoding::Blocks(tensor) => (tensor.bytes_of(chunk.number), stored),
         };
         ExpectedChunk { key, len, stored_len }
     }
@@ -126,7 +124,7 @@ impl Decoder {
             }
         };
         let stored = match &chunk.bytes {
-            CodedBytes::Span(span) if is_streamed(array, *span) => {
+            CodedBytes::Span(span) if is_streamed(array, span.len()) => {
                 let mut bytes = StoredBytes {
                     source: &*self.inner,
                     file: stored_in,
@@ -204,8 +202,8 @@ impl Decoder {
 }
 
 /// Whether the stored bytes of a chunk are decoded while they are read.
-fn is_streamed(array: &CodedArray, stored: ByteSpan) -> bool {
-    stored.len() >= STREAMED_BYTES_MIN && array.can_stream()
+fn is_streamed(array: &CodedArray, stored_len: u64) -> bool {
+    stored_len >= STREAMED_BYTES_MIN && array.can_stream()
 }
 
 /// Reads a span of a file of a source.
