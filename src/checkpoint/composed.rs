@@ -55,8 +55,7 @@ impl ExpertPart {
     ///
     /// # Errors
     /// The view has no such part.
-    pub fn of_view(&self, view: View) -> Result<View, ViewError> {
-        let mut view = view;
+    pub fn of_view(&self, mut view: View) -> Result<View, ViewError> {
         if let Some(expert) = self.expert {
             view = view.slice(0, expert, expert + 1, 1)?;
             let inner = Shape::try_new(&view.shape().extents()[1..])?;

@@ -65,16 +65,14 @@ pub(crate) fn locate(source: &str, options: &OpenOptions) -> Result<Located, Che
             if let Some(name) = hub_page(rest).filter(|_| scheme == "https") {
                 return Err(CheckpointError::Refused(format!("{source}: a page of the Hub: give {name}")));
             }
-            return store(source, scheme, options);
+            let found = open_url(source, &options.remote).ok_or_else(|| CheckpointError::of_scheme(source, scheme))?;
+            return found.map(remote).map_err(CheckpointError::Remote);
         }
         None => source,
     };
-    let Some((repo, revision)) = repo_name(name) else {
+    let Some((repo, revision)) = repo_name(name).filter(|(repo, _)| !looks_like_a_file(repo)) else {
         return Err(CheckpointError::NotFound { source_name: source.to_owned() });
     };
-    if looks_like_a_file(repo) {
-        return Err(CheckpointError::NotFound { source_name: source.to_owned() });
-    }
     let name = Name { source, repo, revision: revision.unwrap_or("main") };
     let cache = options.hub_cache.clone().or_else(|| cache_directory(variable));
     let found = name.in_cache(cache.as_deref(), &options.fetches);
@@ -123,13 +121,6 @@ fn looks_like_a_file(repo: &str) -> bool {
     const ENDINGS: [&str; 7] = ["safetensors", "pt", "pth", "bin", "gguf", "toml", "json"];
     let extension = Path::new(repo).extension().and_then(|extension| extension.to_str());
     !repo.contains('/') && extension.is_some_and(|extension| ENDINGS.contains(&extension))
-}
-
-fn store(source: &str, scheme: &str, options: &OpenOptions) -> Result<Located, CheckpointError> {
-    match open_url(source, &options.remote) {
-        Some(found) => found.map(remote).map_err(CheckpointError::Remote),
-        None => Err(CheckpointError::of_scheme(source, scheme)),
-    }
 }
 
 /// A repository of a service.

@@ -202,21 +202,20 @@ fn four_bits<'a>(stored: &Stored<'a>, found: &mut SchemeFindings<'_>, config: &J
 fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(Kind, DType), Problem> {
     let info = stored.tensor(tensor.state);
     let read: Option<Json> = ckfs_format::json::tree(&stored.read(tensor.state)?).ok();
-    let state = read.ok_or_else(|| Problem::of_tensor(info.name, "JSON".to_owned(), "other bytes".to_owned()))?;
+    let state = read.ok_or_else(|| Problem::of_tensor(info.name, "JSON", "other bytes"))?;
     let told = |key: &str| state.get(key).unwrap_or(&Json::Null);
-    let wrong =
-        |key: &str, expected: &str| Problem::of_tensor(info.name, format!("{key}: {expected}"), told(key).to_string());
+    let wrong = |key: &str, expected: &str| Problem::of_tensor(info.name, format_args!("{key}: {expected}"), told(key));
     let is_nf4 = match tensor.kind {
         "nf4" => true,
         "fp4" => false,
-        other => return Err(Problem::of_tensor(info.name, "a quant_state of nf4 or fp4".to_owned(), other.to_owned())),
+        other => return Err(Problem::of_tensor(info.name, "a quant_state of nf4 or fp4", other)),
     };
     if *told("quant_type") != tensor.kind {
         return Err(wrong("quant_type", tensor.kind));
     }
     if let Some(configured) = text(config, "bnb_4bit_quant_type").filter(|configured| *configured != tensor.kind) {
-        let expected = format!("{configured}, which is bnb_4bit_quant_type");
-        return Err(Problem::of_tensor(info.name, expected, tensor.kind.to_owned()));
+        let expected = format_args!("{configured}, which is bnb_4bit_quant_type");
+        return Err(Problem::of_tensor(info.name, expected, tensor.kind));
     }
     let dtype = decoded_dtype(told("dtype").as_str()).ok_or_else(|| wrong("dtype", "float32, float16 or bfloat16"))?;
     let positive = |key: &str| {
@@ -231,13 +230,13 @@ fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(K
     let map = table(stored, tensor.map, expected.len())?;
     // As numbers: of two zeros with other signs the library has its own.
     if map.iter().zip(expected).any(|(stored, own)| f32::from_bits(*stored).partial_cmp(own) != Some(Ordering::Equal)) {
-        let found = "other numbers".to_owned();
-        return Err(Problem::of_tensor(stored.tensor(tensor.map).name, format!("the table of {}", tensor.kind), found));
+        let expected = format_args!("the table of {}", tensor.kind);
+        return Err(Problem::of_tensor(stored.tensor(tensor.map).name, expected, "other numbers"));
     }
     let is_nested = state.get("nested_offset").is_some();
     if is_nested != tensor.nested.is_some() {
         let companion = if is_nested { "nested_absmax beside it" } else { "nested_offset, for nested_absmax is there" };
-        return Err(Problem::of_tensor(info.name, companion.to_owned(), "none".to_owned()));
+        return Err(Problem::of_tensor(info.name, companion, "none"));
     }
     let nested = match tensor.nested {
         None => None,
@@ -253,11 +252,7 @@ fn kind_of(stored: &Stored<'_>, config: &Json, tensor: &Packed<'_>) -> Result<(K
     };
     let storage = stored.tensor(tensor.codes).dtype;
     if !matches!(storage, DType::U8 | DType::BF16 | DType::F16 | DType::F32) {
-        return Err(Problem::of_tensor(
-            tensor.name,
-            "bytes of codes, as U8, BF16, F16 or F32".to_owned(),
-            storage.to_string(),
-        ));
+        return Err(Problem::of_tensor(tensor.name, "bytes of codes, as U8, BF16, F16 or F32", storage));
     }
     Ok((Kind { extents, storage, block, is_nf4, nested }, dtype))
 }

@@ -177,12 +177,8 @@ impl<'a> Config<'a> {
         }
         let more = more.flatten();
         let told = |key: &str| more.and_then(|more| member(more, &[key])).or_else(|| member(self.json, &[key]));
-        let bits = match told("bits").map(|bits| bits.as_u64().ok_or(bits)) {
-            Some(Ok(bits @ (4 | 8))) => bits,
-            Some(Ok(bits)) => return Err(format!("gptq of {bits} bits")),
-            Some(Err(bits)) => return Err(format!("gptq of {bits} bits")),
-            None => return Err("gptq without bits".to_owned()),
-        };
+        let bits = told("bits").ok_or("gptq without bits")?;
+        let bits = bits.as_u64().filter(|bits| [4, 8].contains(bits)).ok_or_else(|| format!("gptq of {bits} bits"))?;
         let group = told("group_size").ok_or_else(|| "no group_size".to_owned()).and_then(group_size);
         let group = group.map_err(|what| format!("gptq with {what}"))?;
         Ok(ModuleSettings { bits, group, act_order: told("desc_act").and_then(Json::as_bool) })

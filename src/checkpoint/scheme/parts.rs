@@ -52,13 +52,10 @@ pub(super) fn grid(extents: &[u64], block: (u64, u64)) -> Vec<u64> {
 pub(super) fn blocks(extents: &[u64], block: (u64, u64)) -> IndexMap {
     let grid = grid(extents, block);
     let digit = |axis: usize| {
-        let from_end = extents.len() - axis;
-        let group = if from_end == 2 {
-            block.0
-        } else if from_end == 1 {
-            block.1
-        } else {
-            1
+        let group = match extents.len() - axis {
+            2 => block.0,
+            1 => block.1,
+            _ => 1,
         };
         Digit::axis(extents, axis, grid[axis + 1..].iter().product()).grouped(group)
     };
@@ -83,12 +80,12 @@ pub(super) fn rows_and_columns(extents: &[u64]) -> (u64, u64) {
 pub(super) const FP8: [DType; 4] = [DType::F8E4M3, DType::F8E5M2, DType::F8E4M3Fnuz, DType::F8E5M2Fnuz];
 
 /// Whether these are 8-bit floats.
-pub(super) const fn is_fp8(dtype: DType) -> bool {
-    matches!(dtype, DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz)
+pub(super) fn is_fp8(dtype: DType) -> bool {
+    FP8.contains(&dtype)
 }
 
 /// Floats that are wide enough for a scale.
-pub(super) const fn is_wide_float(dtype: DType) -> bool {
+pub(super) fn is_wide_float(dtype: DType) -> bool {
     dtype.is_float() && !is_fp8(dtype)
 }
 

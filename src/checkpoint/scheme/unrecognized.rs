@@ -272,6 +272,6 @@ impl<'a> ScaledNames<'a> {
 }
 
 /// Types that models compute with, or count with.
-const fn is_plain(dtype: DType) -> bool {
+fn is_plain(dtype: DType) -> bool {
     is_wide_float(dtype) || matches!(dtype, DType::I64 | DType::Bool)
 }
