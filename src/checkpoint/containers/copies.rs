@@ -12,7 +12,7 @@ use rayon::slice::ParallelSliceMut;
 use super::super::{
     index::Index,
     problem::{Expected, Problem, Problems},
-    weight_name::WeightName,
+    weight_name::{WeightName, is_number},
 };
 
 /// A tensor of a file.
@@ -132,10 +132,6 @@ fn layer(name: &str) -> Option<&str> {
         end += 1;
     }
     None
-}
-
-fn is_number(word: &str) -> bool {
-    !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// A name with its numbers replaced: that of all layers and experts.

@@ -95,12 +95,16 @@ fn is_variant(word: &str) -> bool {
         && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-')
 }
 
+/// Whether a word is digits, at least one.
+pub(crate) fn is_number(word: &str) -> bool {
+    !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit())
+}
+
 /// A path with `*` for the number of the rank whose part of each tensor the file holds, as in `model-00001-TP-*.safetensors`. `None` if
 /// its words say no rank.
 pub(crate) fn of_any_rank(path: &str) -> Option<String> {
     // The files of Meta's releases are numbered by the rank alone.
     const RANKS: [&str; 3] = ["tp", "rank", "consolidated"];
-    let is_number = |word: &str| !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit());
     let words: Vec<&str> = path.split_inclusive(|letter: char| !letter.is_ascii_alphanumeric()).collect();
     let trimmed = |at: usize| words.get(at).map_or("", |word| word.trim_end_matches(|c: char| !c.is_alphanumeric()));
     let found = (0..words.len()).find_map(|at| {

@@ -1,5 +1,7 @@
 //! Names of steps: which directories of a run are its steps.
 
+use crate::weight_name::is_number;
+
 /// Part of the names of what Orbax has not finished.
 pub(super) const ORBAX_UNFINISHED: &str = ".orbax-checkpoint-tmp";
 
@@ -55,8 +57,7 @@ pub(crate) fn numbered(name: &str) -> Option<(&str, u64)> {
     let digits = name.bytes().rev().take_while(u8::is_ascii_digit).count();
     let (prefix, digits) = name.split_at(name.len() - digits);
     let epoch = prefix.strip_prefix("epoch_").and_then(|rest| rest.strip_suffix("_step_"));
-    let is_epoch = epoch.is_some_and(|epoch| !epoch.is_empty() && epoch.bytes().all(|byte| byte.is_ascii_digit()));
-    let prefix = if is_epoch { OF_EPOCH } else { prefix };
+    let prefix = if epoch.is_some_and(is_number) { OF_EPOCH } else { prefix };
     let is_prefix = prefix.ends_with(['-', '_']) || KNOWN.contains(&prefix);
     let fits = !digits.is_empty() && digits.len() <= DIGITS_MAX;
     (is_prefix && fits && !prefix.starts_with('.')).then(|| Some((prefix, digits.parse().ok()?))).flatten()

@@ -14,6 +14,7 @@ use ckfs_format::{
 use crate::{
     problem::Problem,
     tree::{FileTree, TreeEntry, below, directories, has},
+    weight_name::is_number,
 };
 
 /// What a Hugging Face repository has.
@@ -45,8 +46,7 @@ pub(crate) fn is_item(entries: &[TreeEntry]) -> bool {
 /// The number of a step's directory: `7`, or `checkpoint_7`.
 fn step_number(name: &str) -> Option<u64> {
     let digits = name.rsplit_once('_').map_or(name, |(_, digits)| digits);
-    let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
-    is_number.then(|| digits.parse().ok()).flatten()
+    is_number(digits).then(|| digits.parse().ok()).flatten()
 }
 
 /// Why a directory of this name is unfinished, whatever it holds.
