@@ -48,9 +48,8 @@ pub use own_head::OwnHead;
 pub use printable::{printable, printable_lines};
 pub use problem::{CheckpointError, Expected, Problem, first_names};
 pub use python_regex::PythonRegex;
-pub use quantization::Quantization;
 pub use repository::{Adapter, Checkpoint};
-pub use scheme::{Quantized, Summary, Unsupported};
+pub use scheme::{Quantization, Quantized, Summary, Unsupported};
 pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};
 
 use self::{
@@ -58,4 +57,4 @@ use self::{
     dialects::{promised, tied},
     files::{alone, choose, companion, file, folder, foreign, listing, locate, remote_tree, sets, tree, weight_name},
 };
-pub use dialects::{dialect, own_head, prefix, quantization};
+pub use dialects::{dialect, own_head, prefix};

@@ -23,8 +23,7 @@ use super::{
     prefix,
     problem::{CheckpointError, Problems},
     promised,
-    quantization::Quantization,
-    scheme::{FILE_MARK, Found, Quantized, Summary, members},
+    scheme::{FILE_MARK, Found, Quantization, Quantized, Summary, members},
     table::{Storage, TensorInfo, TensorTable},
     tied::{self, ComparedHeads},
 };

@@ -13,7 +13,7 @@ use super::super::{
     amount::human_bytes,
     printable::printable,
     problem::Problems,
-    quantization::Quantization,
+    scheme::Quantization,
     table::{TensorInfo, TensorTable},
     tied::{Tie, other_head},
 };
