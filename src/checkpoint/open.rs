@@ -189,13 +189,11 @@ fn tree_of<'a>(
     remote: Option<&'a RemoteTree>,
     options: &OpenOptions,
 ) -> Result<Box<dyn OpenTree + 'a>, CheckpointError> {
-    Ok(match remote {
-        Some(tree) => Box::new(CachedTree::new(tree)),
-        None => {
-            let root = open_root(located, options)?;
-            Box::new(LocalTree::new(root, options.follow_symlinks, Arc::clone(&options.fetches)))
-        }
-    })
+    if let Some(tree) = remote {
+        return Ok(Box::new(CachedTree::new(tree)));
+    }
+    let root = open_root(located, options)?;
+    Ok(Box::new(LocalTree::new(root, options.follow_symlinks, Arc::clone(&options.fetches))))
 }
 
 /// A version of weights that is published as a difference: the base with all differences until then.

@@ -374,12 +374,8 @@ impl Checkpoint {
             problems.of_file(CONFIG, message);
         }
         self.dialect = Dialect::of(&self.table, Some(&config), quantization, &mut problems);
-        self.warnings.extend(promised::compare(
-            &self.table,
-            &config,
-            (self.opened.contents.are_ranks, true),
-            &mut problems,
-        ));
+        let ranks = (self.opened.contents.are_ranks, true);
+        self.warnings.extend(promised::compare(&self.table, &config, ranks, &mut problems));
         problems.refuse(&format!("--config-from {}", companion.label))?;
         (self.config, self.companion) = (Some(config), Some(Arc::new(companion)));
         Ok(self)

@@ -328,7 +328,7 @@ impl NameScan {
                 "experts" => self.add_expert(parts.peek().copied()),
                 "q_proj" | "k_proj" | "wq" | "wk" | "query" | "key" => self.qkv = self.qkv.max(Qkv::Separate),
                 "qkv_proj" | "c_attn" | "query_key_value" | "Wqkv" | "qkv" | "in_proj_qkv" => {
-                    self.qkv = self.qkv.max(Qkv::Fused)
+                    self.qkv = self.qkv.max(Qkv::Fused);
                 }
                 "kv_a_proj_with_mqa" | "wkv_a" | "wkv" => self.qkv = Qkv::Latent,
                 "lm_head" | "embed_out" => self.has_lm_head |= is_matrix_of_head(tensor),
