@@ -10,11 +10,11 @@ use std::sync::Arc;
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    Digit, IndexMap, Operand, Step, Term, Value,
+    Digit, IndexMap, Operand, Value,
     gather::Loop,
-    part::{AxisLoop, Base, Part, assign, gcd},
+    part::{AxisLoop, Base, Part, assign, for_each_nest, gcd},
     shape::PerAxis,
-    tiling::{Loops, PIECES_MAX, TilingError, last_offset},
+    tiling::{Loops, PIECES_MAX, TilingError},
 };
 
 /// Most pairs of parts whose bounds overlap. Parts that interleave may overlap without common elements.
@@ -151,17 +151,7 @@ impl Operands {
         borders.dedup();
         // From the numbers of elements to their positions in the view, as one number.
         let target = part.origin.iter().zip(strides).map(|(origin, stride)| origin * stride).sum();
-        let mut loops: Loops = part
-            .loops
-            .iter()
-            .filter(|l| l.step.extent > 1)
-            .map(|l| Loop {
-                extent: l.step.extent,
-                target_stride: l.step.source_stride,
-                source_stride: l.step.target_stride * strides[l.axis],
-            })
-            .collect();
-        loops.sort_by_key(|l| std::cmp::Reverse(l.target_stride));
+        let loops = inverted(part, strides);
         let mut numbered = Vec::new();
         for_each_nest(offset, target, &loops, &mut |start, target, nest| {
             let empty = place(borders.len(), target, part.chain);
@@ -171,17 +161,7 @@ impl Operands {
         for numbered in numbered {
             let Base::Tensor { offset: target, .. } = numbered.base else { continue };
             let first = numbered.origin.iter().zip(&borders).map(|(digit, border)| digit * border).sum();
-            let mut loops: Loops = numbered
-                .loops
-                .iter()
-                .filter(|l| l.step.extent > 1)
-                .map(|l| Loop {
-                    extent: l.step.extent,
-                    target_stride: l.step.source_stride,
-                    source_stride: l.step.target_stride * borders[l.axis],
-                })
-                .collect();
-            loops.sort_by_key(|l| std::cmp::Reverse(l.target_stride));
+            let loops = inverted(&numbered, &borders);
             let mut placed = Vec::new();
             assign(target, &loops, strides, 0, place(strides.len(), first, part.chain), &mut placed)?;
             for placed in placed {
@@ -262,28 +242,35 @@ impl Operands {
             let line = |at: usize| (numbers[at], lines[at].1.extent, lines[at].1.strides[operand]);
             index_map(offsets[operand], finest_first.map(line))
         });
-        let value = with_maps(value, &mut maps);
+        let value = value.map_operands(&mut |operand| {
+            // Its terms stay.
+            let index = maps.next().expect("there is a map for each operand").with_terms(operand.index.terms());
+            Operand { index, ..operand.clone() }
+        });
         let base = Base::Tensor { tensor: value.load.tensor.id, offset: 0 };
         (self.part(rank, base, numbers.iter().copied()), Arc::new(value))
     }
 }
 
+/// The loops of a part by falling source stride, each with source and target exchanged; `strides` are of the target's axes.
+fn inverted(part: &Part, strides: &[u64]) -> Loops {
+    let mut loops: Loops = part
+        .loops
+        .iter()
+        .filter(|l| l.step.extent > 1)
+        .map(|l| Loop {
+            extent: l.step.extent,
+            target_stride: l.step.source_stride,
+            source_stride: l.step.target_stride * strides[l.axis],
+        })
+        .collect();
+    loops.sort_by_key(|l| std::cmp::Reverse(l.target_stride));
+    loops
+}
+
 fn place(rank: usize, offset: u64, chain: u32) -> Part {
     let base = Base::Tensor { tensor: super::TensorId(0), offset };
     Part { origin: smallvec![0; rank], loops: SmallVec::new(), base, chain }
-}
-
-type EachNest<'a> = &'a mut dyn FnMut(u64, u64, &[Loop]) -> Result<(), TilingError>;
-
-/// Emits start and moved source of loops, sorted by falling stride, in which each stride exceeds the last offset of the finer loops.
-fn for_each_nest(start: u64, moved: u64, loops: &[Loop], emit: EachNest<'_>) -> Result<(), TilingError> {
-    let nested = (0..loops.len()).all(|at| loops[at].target_stride > last_offset(&loops[at + 1..]));
-    match loops.split_first() {
-        Some((top, rest)) if !nested => (0..top.extent).try_for_each(|turn| {
-            for_each_nest(start + turn * top.target_stride, moved + turn * top.source_stride, rest, emit)
-        }),
-        Some(_) | None => emit(start, moved, loops),
-    }
 }
 
 /// How far an index moves while the number of the element grows by `step` within one digit.
@@ -309,23 +296,6 @@ fn index_map(offset: u64, lines: impl Iterator<Item = (u64, u64, u64)>) -> Index
         digits.push(Digit::constant(offset));
     }
     IndexMap::new(&digits)
-}
-
-/// An operand with the next index. Its terms stay.
-fn with_map(operand: &Operand, maps: &mut dyn Iterator<Item = IndexMap>) -> Operand {
-    let index = maps.next().expect("there is a map for each operand").with_terms(operand.index.terms());
-    Operand { tensor: operand.tensor.clone(), field: operand.field.clone(), index }
-}
-
-/// The value with other indexes of its operands, in their order.
-fn with_maps(value: &Value, maps: &mut dyn Iterator<Item = IndexMap>) -> Value {
-    let load = with_map(&value.load, maps);
-    let steps = value.steps.iter().map(|step| match step {
-        Step::Compute(operation, Term::Value(value)) => Step::Compute(*operation, with_maps(value, maps).into()),
-        Step::Dot(operand) => Step::Dot(with_map(operand, maps).into()),
-        Step::Compute(_, Term::Constant(_)) | Step::Round(_) | Step::Exp => step.clone(),
-    });
-    Value { load, steps: steps.collect() }
 }
 
 /// The positions that two sets have in common, with the offsets and strides of both.

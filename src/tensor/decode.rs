@@ -397,11 +397,6 @@ impl Operand {
         Self { field: Field::Float(tensor.dtype), tensor, index }
     }
 
-    /// This operand of another tensor: `tensor` returns the replacement.
-    fn of_tensor(&self, tensor: &mut dyn FnMut(&SourceTensor) -> SourceTensor) -> Self {
-        Self { tensor: tensor(&self.tensor), field: self.field.clone(), index: self.index.clone() }
-    }
-
     /// Bits of the tensor.
     fn tensor_bits(&self) -> u64 {
         self.tensor.shape.elements() * self.tensor.dtype.bits()
@@ -494,13 +489,13 @@ impl Value {
         }
     }
 
-    /// This value with other tensors: `tensor` returns the replacement of each tensor.
+    /// This value with other operands: `map` returns the replacement of each, in the order of [`Self::for_each_operand`].
     #[must_use]
-    pub fn of_tensors(&self, tensor: &mut dyn FnMut(&SourceTensor) -> SourceTensor) -> Self {
-        let load = self.load.of_tensor(tensor);
+    pub fn map_operands(&self, map: &mut dyn FnMut(&Operand) -> Operand) -> Self {
+        let load = map(&self.load);
         let steps = self.steps.iter().map(|step| match step {
-            Step::Compute(operation, Term::Value(value)) => Step::Compute(*operation, value.of_tensors(tensor).into()),
-            Step::Dot(operand) => Step::Dot(operand.of_tensor(tensor).into()),
+            Step::Compute(operation, Term::Value(value)) => Step::Compute(*operation, value.map_operands(map).into()),
+            Step::Dot(operand) => Step::Dot(map(operand).into()),
             Step::Compute(_, Term::Constant(_)) | Step::Round(_) | Step::Exp => step.clone(),
         });
         Self { load, steps: steps.collect() }

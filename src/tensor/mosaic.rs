@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 
+pub use super::shape::row_major;
 use super::{
     DType, Element, PerAxis, Shape, TensorId,
     cover::{self, CoverFault},
@@ -47,15 +48,6 @@ impl MosaicBox<'_> {
     pub fn stored_elements(&self) -> u64 {
         stored_elements(self.extents, &self.strides())
     }
-}
-
-/// Distances of neighbours in row-major order.
-pub fn row_major(extents: &[u64]) -> PerAxis {
-    let mut strides = PerAxis::from_elem(1, extents.len());
-    for axis in (1..extents.len()).rev() {
-        strides[axis - 1] = strides[axis].saturating_mul(extents[axis].max(1));
-    }
-    strides
 }
 
 /// Number of stored elements from the first of a box to its last. Saturates.

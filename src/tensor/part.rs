@@ -224,6 +224,19 @@ pub(super) fn reshape(parts: &[Part], from: &Shape, to: &Shape) -> Result<Vec<Pa
     Ok(reshaped)
 }
 
+pub(super) type EachNest<'a> = &'a mut dyn FnMut(u64, u64, &[Loop]) -> Result<(), TilingError>;
+
+/// Emits start and moved source of loops, sorted by falling stride, in which each stride exceeds the last offset of the finer loops.
+pub(super) fn for_each_nest(start: u64, moved: u64, loops: &[Loop], emit: EachNest<'_>) -> Result<(), TilingError> {
+    let nested = (0..loops.len()).all(|at| loops[at].target_stride > last_offset(&loops[at + 1..]));
+    match loops.split_first() {
+        Some((top, rest)) if !nested => (0..top.extent).try_for_each(|turn| {
+            for_each_nest(start + turn * top.target_stride, moved + turn * top.source_stride, rest, emit)
+        }),
+        Some(_) | None => emit(start, moved, loops),
+    }
+}
+
 /// A callback for the first element and the loops of a part, each loop with its axis.
 pub(super) type EachPart<'a> = &'a mut dyn FnMut(u64, &[(usize, Loop)]);
 

@@ -2,7 +2,10 @@
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{ByteRuns, Origin, Piece, TensorId, Tiling, span::operand_runs};
+use super::{
+    ByteRuns, Origin, Piece, TensorId, Tiling,
+    span::{byte_runs, operand_runs},
+};
 
 /// The runs of a piece.
 type PieceRuns = SmallVec<[(TensorId, ByteRuns); 1]>;
@@ -52,20 +55,8 @@ impl ByteRuns {
             return operand_runs(&value.load, offset, &piece.loops).into_iter().map(|runs| (tensor, runs)).collect();
         }
         let unit = decode.source_bytes(tiling.unit_bytes()).expect("what decodes no value reads elements");
-        let mut loops: SmallVec<[(u64, u64); 3]> =
-            piece.loops.iter().map(|l| (l.extent, l.source_stride * unit)).collect();
-        loops.sort_unstable_by_key(|(_, stride)| *stride);
-        // By rising stride: first the loops that continue a run, then each loop that continues the one inside it.
-        let mut run_bytes = unit;
-        let mut nest: SmallVec<[(u64, u64); 3]> = SmallVec::new();
-        for (extent, stride) in loops {
-            match nest.last_mut() {
-                None if stride == run_bytes => run_bytes *= extent,
-                Some((inner, step)) if stride == *inner * *step => *inner *= extent,
-                _ => nest.push((extent, stride)),
-            }
-        }
-        nest.reverse();
-        smallvec![(tensor, Self::new(offset * unit, nest, run_bytes))]
+        let bits = 8 * unit;
+        let loops = piece.loops.iter().map(|l| (l.extent, l.source_stride * bits));
+        smallvec![(tensor, byte_runs(offset * bits, loops, bits))]
     }
 }

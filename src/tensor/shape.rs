@@ -70,11 +70,7 @@ impl Shape {
 
     /// Distance, in elements of the row-major order, between neighbours along each axis.
     pub fn strides(&self) -> PerAxis {
-        let mut strides = PerAxis::from_elem(1, self.rank());
-        for axis in (1..self.rank()).rev() {
-            strides[axis - 1] = strides[axis] * self.0[axis].max(1);
-        }
-        strides
+        row_major(&self.0)
     }
 
     /// The region that covers the whole shape.
@@ -98,6 +94,15 @@ impl fmt::Display for Shape {
         }
         f.write_str("]")
     }
+}
+
+/// Distances of neighbours in row-major order.
+pub fn row_major(extents: &[u64]) -> PerAxis {
+    let mut strides = PerAxis::from_elem(1, extents.len());
+    for axis in (1..extents.len()).rev() {
+        strides[axis - 1] = strides[axis].saturating_mul(extents[axis].max(1));
+    }
+    strides
 }
 
 /// The position along each axis of item `number` of a grid, in row-major order.

@@ -12,9 +12,9 @@ use super::{
     Digit, Operand, Value,
     gather::Loop,
     pages::ByteRuns,
-    part::split_at_borders,
+    part::{for_each_nest, split_at_borders},
     shape::to_usize,
-    tiling::{Loops, last_offset, normalize},
+    tiling::{Loops, normalize},
 };
 
 /// The bytes of one operand that a piece needs.
@@ -65,7 +65,8 @@ pub(crate) fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Ve
     let mut borders: SmallVec<[u64; 8]> = operand.index.borders().collect();
     borders.push(1);
     let mut runs = Vec::new();
-    for_each_nest(offset, &elements, &mut |start, nest| {
+    // No part is refused.
+    let _ = for_each_nest(offset, 0, &elements, &mut |start, _, nest| {
         let mut parts = Vec::new();
         let fits = split_at_borders(start, nest, &borders, &mut |first, part| {
             index_runs(operand, &borders, first, part, &mut parts);
@@ -75,6 +76,7 @@ pub(crate) fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Ve
         } else {
             runs.push(ByteRuns::new(0, SmallVec::new(), whole_bytes(operand)));
         }
+        Ok(())
     });
     runs.sort_unstable();
     runs.dedup();
@@ -83,18 +85,6 @@ pub(crate) fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Ve
 
 fn whole_bytes(operand: &Operand) -> u64 {
     (operand.tensor.shape.elements() * operand.tensor.dtype.bits()).div_ceil(8)
-}
-
-/// Emits parts of the loops, sorted by falling stride. In each part the stride of a loop exceeds the last offset of the finer
-/// loops.
-fn for_each_nest(start: u64, loops: &[Loop], emit: &mut dyn FnMut(u64, &[Loop])) {
-    let nested = (0..loops.len()).all(|at| loops[at].target_stride > last_offset(&loops[at + 1..]));
-    match loops.split_first() {
-        Some((top, rest)) if !nested => {
-            (0..top.extent).for_each(|turn| for_each_nest(start + turn * top.target_stride, rest, emit));
-        }
-        Some(_) | None => emit(start, loops),
-    }
 }
 
 /// The runs of loops that each move on one axis.
@@ -166,8 +156,9 @@ fn digit_ranges(digit: &Digit, low: u64, high: u64) -> SmallVec<[(u64, u64); 1]>
     ranges
 }
 
-/// Loops over fields of `width` bits as runs of bytes.
-fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) -> ByteRuns {
+/// Loops over fields of `width` bits as runs of bytes. By rising stride: first the loops that continue a run, then each loop
+/// that continues the one inside it.
+pub(crate) fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) -> ByteRuns {
     let mut loops: SmallVec<[(u64, u64); 8]> = loops.filter(|(extent, stride)| *extent > 1 && *stride > 0).collect();
     loops.sort_unstable_by_key(|(_, stride)| *stride);
     let mut run = width;

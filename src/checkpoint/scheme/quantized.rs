@@ -110,8 +110,11 @@ impl Template {
     /// # Errors
     /// [`ViewError`] if there are fewer operands than the template has: those that were checked have as many.
     pub fn view(&self, operands: &[TensorId]) -> Result<View, ViewError> {
-        let of = |slot: &SourceTensor| SourceTensor { id: operands[slot.id.0 as usize], ..slot.clone() };
-        View::quantized(self.value_shape.clone(), self.value.of_tensors(&mut |slot| of(slot)))?.transpose(&self.axes)
+        let value = self.value.map_operands(&mut |slot| {
+            let tensor = SourceTensor { id: operands[slot.tensor.id.0 as usize], ..slot.tensor.clone() };
+            Operand { tensor, ..slot.clone() }
+        });
+        View::quantized(self.value_shape.clone(), value)?.transpose(&self.axes)
     }
 }
 
