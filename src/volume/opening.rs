@@ -9,7 +9,6 @@ use ckfs_image::{FileContent, FileImage};
 use ckfs_read::{PreparedFile, ReadError, counters::add};
 use ckfs_source::{FileId, ReadFailure, Replied, Served, SourceError};
 use ckfs_tensor::to_usize;
-use tracing::warn;
 
 use super::{
     file_system::{Access, FileSystem, FsError, Handle, Ino, NodeScope, NodesRef, OpenedFile},
@@ -17,7 +16,6 @@ use super::{
     materialize::{BYTES_MIN, FileClass, FileEntry, Materializer, When},
     open_files::Open,
     tree::{FixedKind, FixedNode, Live, TreeNode},
-    upkeep::{NoPassthrough, WhenMaterialized},
     volume::Volume,
 };
 
@@ -145,7 +143,8 @@ impl Volume {
     /// The reader's error for a failed read. If the source changed while bytes were sent, the kernel's cache may hold them now.
     fn read_failed(&self, ino: Ino, failure: ReadFailure<ReadError>) -> ReadFailure<FsError> {
         if failure.replied.is_some() {
-            self.report_again();
+            // A change was seen after bytes went out.
+            self.watched.report();
         }
         self.note_failure(ProblemKind::FailedRead, ino, &failure.error);
         failure.map(|_| self.failure())
@@ -165,27 +164,13 @@ impl Volume {
             let entry = self.hold(ino, &file, may_begin && !once);
             Open::Image(file, entry)
         };
-        let open = if let Some(live) = self.live(ino) {
-            Open::Live(live)
-        } else if let Some(file) = self.remembered(ino) {
-            image(file)
-        } else {
-            match self.content(ino)? {
-                FileContent::Original(file) => Open::Original(file),
-                FileContent::Bytes(bytes) => Open::Bytes(bytes),
-                FileContent::Generated(rows) => Open::Generated(rows),
-                FileContent::Image(laid_out) => image(self.ready(ino, laid_out)),
-            }
-        };
-        self.check(ino, &open)?;
+        let open = self.checked(ino, &mut image)?;
         if let Open::Image(..) | Open::Original(_) = open {
             let _ = self.watched.note_opened(ino);
         }
         let access = match &open {
             Open::Original(file) => {
-                let backing = self.engine.checkpoint().source().backing(*file);
-                self.watched.note_in_use(&[*file]);
-                backing.map_or(Access::Cached, Access::Passthrough)
+                self.engine.checkpoint().source().backing(*file).map_or(Access::Cached, Access::Passthrough)
             }
             Open::Live(_) => Access::Direct,
             Open::Image(file, _) if self.direct.accepts(file.name()) => Access::Direct,
@@ -198,7 +183,7 @@ impl Volume {
         Ok(OpenedFile { handle, access })
     }
 
-    fn opened(&self, ino: Ino, handle: Handle) -> Option<Open> {
+    pub(super) fn opened(&self, ino: Ino, handle: Handle) -> Option<Open> {
         self.open.read().get(&(ino, handle)).cloned()
     }
 
@@ -213,29 +198,14 @@ impl Volume {
         if own.contains(&handle.0) {
             return Err(FsError::Invalid);
         }
-        let open = match self.live(ino) {
-            Some(live) if offset == 0 => Open::Live(live),
-            Some(_) => {
-                tracing::error!(
-                    ino = ino.0,
-                    "a generated file that was begun before the daemon was replaced has to be read anew"
-                );
-                return Err(FsError::Io);
-            }
-            None => match self.remembered(ino) {
-                Some(file) => Open::Image(file, None),
-                None => match self.content(ino)? {
-                    FileContent::Original(file) => Open::Original(file),
-                    FileContent::Bytes(bytes) => Open::Bytes(bytes),
-                    FileContent::Generated(rows) => Open::Generated(rows),
-                    FileContent::Image(laid_out) => Open::Image(self.ready(ino, laid_out), None),
-                },
-            },
-        };
-        self.check(ino, &open)?;
-        if let Open::Original(file) = open {
-            self.watched.note_in_use(&[file]);
+        if offset > 0 && self.is_live(ino) {
+            tracing::error!(
+                ino = ino.0,
+                "a generated file that was begun before the daemon was replaced has to be read anew"
+            );
+            return Err(FsError::Io);
         }
+        let open = self.checked(ino, &mut |file| Open::Image(file, None))?;
         self.open.write().insert((ino, handle), open.clone());
         Ok(open)
     }
@@ -252,14 +222,27 @@ impl Volume {
         self.live(ino).is_some()
     }
 
-    fn check(&self, ino: Ino, open: &Open) -> Result<(), FsError> {
-        let checked = match open {
-            Open::Original(file) => self.engine.check_original(*file),
+    /// A file's content after a check that its sources are unchanged; `image` opens one of tensors.
+    fn checked(&self, ino: Ino, image: &mut dyn FnMut(Arc<PreparedFile>) -> Open) -> Result<Open, FsError> {
+        let open = if let Some(live) = self.live(ino) {
+            Open::Live(live)
+        } else if let Some(file) = self.remembered(ino) {
+            image(file)
+        } else {
+            match self.content(ino)? {
+                FileContent::Original(file) => Open::Original(file),
+                FileContent::Bytes(bytes) => Open::Bytes(bytes),
+                FileContent::Generated(rows) => Open::Generated(rows),
+                FileContent::Image(laid_out) => image(self.ready(ino, laid_out)),
+            }
+        };
+        let checked = match &open {
+            Open::Original(file) => self.engine.check_original(*file).inspect(|()| self.watched.note_in_use(&[*file])),
             Open::Image(file, _) => self.engine.check(file),
             Open::Bytes(_) | Open::Generated(_) | Open::Live(_) => Ok(()),
         };
         // The source has logged the change.
-        checked.map_err(|error| {
+        checked.map(|()| open).map_err(|error| {
             if error.is_stall() {
                 add(&self.engine.counters().stalled_reads, 1);
             }
@@ -277,26 +260,6 @@ impl Volume {
         let Some(Open::Image(file, _)) = self.opened(ino, handle) else { return Err(FsError::Invalid) };
         let made = self.engine.make_span(&file, start, target);
         made.map_err(|error| self.read_failed(ino, error.into()).error)
-    }
-
-    pub(super) fn start(&self, passthrough: Result<(), NoPassthrough>) {
-        match (&self.materializer, passthrough) {
-            (Some(materializer), Ok(())) => materializer.start(),
-            // Files that the kernel would not read are not made. Those in memory are a default; a directory was requested.
-            (Some(_), Err(reason)) => {
-                if let Some(directory) = self.policy.directory() {
-                    warn!("--materialize {}: nothing is written there: {reason}", directory.display());
-                }
-            }
-            (None, _) => {}
-        }
-    }
-
-    pub(super) fn materialize_open(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {
-        match (&self.materializer, self.opened(ino, handle)) {
-            (Some(materializer), Some(Open::Image(file, Some(entry)))) => materializer.materialize(&entry, &file, then),
-            (_, _) => then(None),
-        }
     }
 }
 

@@ -23,6 +23,7 @@ pub(super) struct Watched {
     pub(super) stalls: Mutex<Vec<Stall>>,
     /// Poisoned sources that were reported already.
     pub(super) reported: AtomicU64,
+    /// Called when a source has changed.
     pub(super) on_change: Mutex<Option<OnChange>>,
     /// Files that the kernel reads directly from the next open on, and whose pages it still keeps.
     superseded: Mutex<BTreeSet<Ino>>,
@@ -41,11 +42,6 @@ impl Watched {
     /// Notes that sources are read from now on.
     pub(super) fn note_in_use(&self, files: &[FileId]) {
         self.in_use.lock().extend(files);
-    }
-
-    /// Sets the function that is called when a source has changed; `None` for none.
-    pub(super) fn set_on_change(&self, callback: Option<OnChange>) {
-        *self.on_change.lock() = callback;
     }
 
     /// Notes that the kernel reads a file directly from the next open on. That open would wait while the kernel drops the pages it

@@ -19,6 +19,7 @@ use super::{
     file_system::{Handle, Ino},
     health::ProblemKind,
     metrics::{Metrics, RequestKind},
+    open_files::Open,
     upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized},
     volume::Volume,
 };
@@ -53,13 +54,8 @@ impl Volume {
     pub(super) fn report_changes(&self) {
         let found = self.engine.checkpoint().source().health().poisoned();
         if self.watched.reported.fetch_max(found, Ordering::Relaxed) < found {
-            self.report_again();
+            self.watched.report();
         }
-    }
-
-    /// Reports a change again that was seen after bytes went out.
-    pub(super) fn report_again(&self) {
-        self.watched.report();
     }
 
     /// Whether a file is made of a source that was found poisoned.
@@ -116,7 +112,7 @@ impl Upkeep for Volume {
     }
 
     fn on_change(&self, callback: Option<OnChange>) {
-        self.watched.set_on_change(callback);
+        *self.watched.on_change.lock() = callback;
     }
 
     fn changed_files(&self) -> Vec<Ino> {
@@ -130,7 +126,16 @@ impl Upkeep for Volume {
     }
 
     fn started(&self, passthrough: Result<(), NoPassthrough>) {
-        self.start(passthrough);
+        match (&self.materializer, passthrough) {
+            (Some(materializer), Ok(())) => materializer.start(),
+            // Files that the kernel would not read are not made. Those in memory are a default; a directory was requested.
+            (Some(_), Err(reason)) => {
+                if let Some(directory) = self.policy.directory() {
+                    tracing::warn!("--materialize {}: nothing is written there: {reason}", directory.display());
+                }
+            }
+            (None, _) => {}
+        }
     }
 
     fn succeed(&self, first_handle: u64) {
@@ -142,6 +147,9 @@ impl Upkeep for Volume {
     }
 
     fn materialize(&self, ino: Ino, handle: Handle, then: WhenMaterialized) {
-        self.materialize_open(ino, handle, then);
+        match (&self.materializer, self.opened(ino, handle)) {
+            (Some(materializer), Some(Open::Image(file, Some(entry)))) => materializer.materialize(&entry, &file, then),
+            (_, _) => then(None),
+        }
     }
 }

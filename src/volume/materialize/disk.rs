@@ -70,7 +70,7 @@ impl Disk {
         let begun = self.target(file.len_bytes()).and_then(|target| {
             let target = Arc::new(target);
             let pieces = Arc::new(Materializing::new(engine, file, MaterializeTarget::Disk(Arc::clone(&target)))?);
-            let partial = Partial { pieces: Arc::clone(&pieces), target, room: None, waiting: Vec::new() };
+            let partial = Partial::new(&pieces, target, None);
             let mut state = entry.lock();
             match &*state {
                 MaterializedState::Absent => *state = MaterializedState::Partial(partial),
@@ -82,12 +82,12 @@ impl Disk {
             Ok(Some(pieces))
         });
         match begun {
-            Ok(Some(pieces)) => guard.end(pieces.make_here()),
-            Ok(None) => guard.end(Ok(())),
+            Ok(Some(pieces)) => guard.end(&pieces.make_here()),
+            Ok(None) => guard.end(&Ok(())),
             Err(error) => {
                 *entry.lock() = MaterializedState::Failed;
                 tracing::warn!(file = file.name(), "not materialized: {error}");
-                guard.end(Err(MaterializeError::Room(error)));
+                guard.end(&Err(MaterializeError::Room(error)));
             }
         }
     }

@@ -24,26 +24,25 @@ pub(super) enum MaterializedState {
     Absent,
     /// Some pieces are materialized, or all are in progress.
     Partial(Partial),
-    /// All pieces are materialized.
-    Complete(Complete),
+    /// All pieces are materialized, and no open waits.
+    Complete(Partial),
     /// Materialization failed.
     Failed,
 }
 
-/// A file with some materialized pieces.
+/// A file with materialized pieces.
 pub(super) struct Partial {
     pub(super) pieces: Arc<Materializing>,
     pub(super) target: Arc<File>,
-    pub(super) room: Option<FileRoom>,
+    _room: Option<FileRoom>,
     /// Opens that wait for it.
     pub(super) waiting: Vec<WhenMaterialized>,
 }
 
-/// A fully materialized file.
-pub(super) struct Complete {
-    pub(super) target: Arc<File>,
-    pieces: Arc<Materializing>,
-    _room: Option<FileRoom>,
+impl Partial {
+    pub(super) fn new(pieces: &Arc<Materializing>, target: Arc<File>, room: Option<FileRoom>) -> Self {
+        Self { pieces: Arc::clone(pieces), target, _room: room, waiting: Vec::new() }
+    }
 }
 
 /// A file that may be materialized. Its open handles own it, so it lives while one is open.
@@ -106,8 +105,7 @@ impl FileEntry {
     /// The pieces that are materialized or in progress.
     pub(super) fn pieces(&self) -> Option<Arc<Materializing>> {
         match &*self.lock() {
-            MaterializedState::Partial(Partial { pieces, .. })
-            | MaterializedState::Complete(Complete { pieces, .. }) => Some(Arc::clone(pieces)),
+            MaterializedState::Partial(file) | MaterializedState::Complete(file) => Some(Arc::clone(&file.pieces)),
             MaterializedState::Absent | MaterializedState::Failed => None,
         }
     }
@@ -136,32 +134,22 @@ impl FileEntry {
 
     /// Notes the end, and passes the file to all waiting opens. Without a file they read through the page cache, and a
     /// failure occurs again there.
-    fn end(&self, result: Result<(), MaterializeError>, name: &str) {
+    fn end(&self, result: &Result<(), MaterializeError>, name: &str) {
         let mut state = self.lock();
-        let (pieces, target, room, waiting) = match mem::replace(&mut *state, MaterializedState::Failed) {
-            MaterializedState::Partial(Partial { pieces, target, room, waiting, .. }) => {
-                (pieces, target, room, waiting)
-            }
-            // It was abandoned meanwhile.
-            other @ (MaterializedState::Absent | MaterializedState::Complete(_) | MaterializedState::Failed) => {
-                return *state = other;
-            }
-        };
-        let file = match result {
-            Ok(()) => {
-                let complete = Complete { target: Arc::clone(&target), pieces: Arc::clone(&pieces), _room: room };
-                *state = MaterializedState::Complete(complete);
-                Some(target)
-            }
-            Err(error) if self.when == When::Closed => {
+        // Else it was abandoned meanwhile.
+        let MaterializedState::Partial(Partial { pieces, target, waiting, .. }) = &mut *state else { return };
+        let (pieces, target, waiting) = (Arc::clone(pieces), Arc::clone(target), mem::take(waiting));
+        let ended = mem::replace(&mut *state, MaterializedState::Failed);
+        if let Err(error) = result {
+            if self.when == When::Closed {
                 tracing::warn!(file = name, "not materialized: {error}");
-                None
-            }
-            Err(error) => {
+            } else {
                 tracing::debug!(file = name, "not materialized: {error}");
-                None
             }
-        };
+        } else if let MaterializedState::Partial(partial) = ended {
+            *state = MaterializedState::Complete(partial);
+        }
+        let file = result.is_ok().then_some(target);
         drop(state);
         self.note_used();
         // Counted first: a program that sees the file passed through also sees it counted.
@@ -186,7 +174,7 @@ impl CompletionGuard {
         Self { entry: Arc::clone(entry), file: Arc::clone(file), is_ended: false }
     }
 
-    pub(super) fn end(mut self, result: Result<(), MaterializeError>) {
+    pub(super) fn end(mut self, result: &Result<(), MaterializeError>) {
         self.is_ended = true;
         self.entry.end(result, self.file.name());
     }
@@ -196,7 +184,7 @@ impl Drop for CompletionGuard {
     fn drop(&mut self) {
         if !self.is_ended {
             let error = ReadError::Internal { what: "the file was given up before it was materialized" };
-            self.entry.end(Err(error.into()), self.file.name());
+            self.entry.end(&Err(error.into()), self.file.name());
         }
     }
 }

@@ -1,17 +1,22 @@
-//! Memory for materialized files: reserved room in the engine's cache, and a file that uses it.
+//! Memory for materialized files: reserved room in the engine's cache, and an unnamed file in memory that uses it, in huge
+//! pages where the kernel supports them.
+//!
+//! The files belong to a private `tmpfs` that is mounted nowhere: it ends with the process, and no other process sees it.
 
-use std::{fs::File, io};
+use std::{fs::File, io, os::fd::OwnedFd};
 
 use ckfs_read::{Engine, FileRoom};
-use ckfs_source::page_size::allocation_page_bytes;
+use ckfs_source::page_size::{allocation_page_bytes, uses_huge_pages};
 use parking_lot::Mutex;
-
-use super::memory_files::MemoryFiles;
+use rustix::{
+    fs::{Mode, OFlags, StatVfs, fstatvfs, openat},
+    mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsconfig_set_string, fsmount, fsopen},
+};
 
 /// Memory for files, as far as an engine's cache allows.
 #[derive(Debug)]
 pub(super) struct Memory {
-    files: MemoryFiles,
+    root: OwnedFd,
     /// Held while room is moved, so that no memory is without its reservation.
     moving: Mutex<()>,
 }
@@ -20,10 +25,23 @@ impl Memory {
     /// Memory for as many bytes as may be reserved in the engine's cache.
     ///
     /// # Errors
-    /// As [`MemoryFiles::new`].
+    /// The system gives us no such file system, as it does only for root, or it holds no unnamed files.
     pub(super) fn new(engine: &Engine) -> io::Result<Self> {
-        let files = MemoryFiles::new(engine.reservable_bytes() as u64)?;
-        Ok(Self { files, moving: Mutex::default() })
+        let context = fsopen("tmpfs", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        let set = |key: &str, value: &str| fsconfig_set_string(&context, key, value);
+        set("source", "ckfs")?;
+        set("mode", "0700")?;
+        set("size", &engine.reservable_bytes().max(allocation_page_bytes()).to_string())?;
+        // Not required: a kernel may be built without huge pages.
+        let _ = set("huge", if uses_huge_pages() { "always" } else { "never" });
+        fsconfig_create(&context)?;
+        let attributes =
+            MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+        let root = fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?;
+        let memory = Self { root, moving: Mutex::default() };
+        // Tests now, not at the first use, that unnamed files work there.
+        memory.unnamed()?;
+        Ok(memory)
     }
 
     /// A file of `len_bytes` bytes without content, and its room in the cache. To make room, the files that `drop_oldest` drops
@@ -49,14 +67,15 @@ impl Memory {
                 return Err(io::Error::other(format!("no room for {room_bytes} bytes in the cache")));
             }
         };
-        let file = self.files.unnamed(0)?;
+        let file = self.unnamed()?;
         file.set_len(len_bytes)?;
         Ok((file, room))
     }
 
     /// Memory of all files in bytes, including dropped ones that programs still map.
     pub(super) fn used_bytes(&self) -> u64 {
-        self.files.used_bytes()
+        let used = |stat: StatVfs| stat.f_blocks.saturating_sub(stat.f_bfree).saturating_mul(stat.f_frsize);
+        fstatvfs(&self.root).map_or(0, used)
     }
 
     /// Measures the memory of dropped files that programs still map: the used bytes beyond the reserved ones.
@@ -66,7 +85,12 @@ impl Memory {
     }
 
     fn note_dropped(&self, engine: &Engine) {
-        let used = usize::try_from(self.files.used_bytes()).unwrap_or(usize::MAX);
+        let used = usize::try_from(self.used_bytes()).unwrap_or(usize::MAX);
         engine.set_dropped_bytes(used.saturating_sub(engine.held().materialized));
+    }
+
+    fn unnamed(&self) -> io::Result<File> {
+        let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
+        Ok(openat(&self.root, ".", flags, Mode::RUSR | Mode::WUSR)?.into())
     }
 }

@@ -23,7 +23,6 @@
 mod disk;
 mod entry;
 mod memory;
-mod memory_files;
 mod policy;
 
 use std::{
@@ -46,7 +45,7 @@ use parking_lot::Mutex;
 pub use self::policy::{BundleSizes, Policy};
 use self::{
     disk::{ClosedFile, Disk, OnDisk},
-    entry::{Complete, CompletionGuard, MaterializedState, Partial},
+    entry::{CompletionGuard, MaterializedState, Partial},
     memory::Memory,
 };
 pub(super) use self::{
@@ -158,7 +157,7 @@ impl Materializer {
             *state = MaterializedState::Partial(partial);
         }
         match &mut *state {
-            MaterializedState::Complete(Complete { target, .. }) => {
+            MaterializedState::Complete(Partial { target, .. }) => {
                 let target = Arc::clone(target);
                 drop(state);
                 then(Some(target));
@@ -172,7 +171,7 @@ impl Materializer {
                 drop(state);
                 if let Some(pieces) = begun {
                     let guard = CompletionGuard::new(entry, file);
-                    pieces.make_all(move |result| guard.end(result));
+                    pieces.make_all(move |result| guard.end(&result));
                 }
                 // The receiver is gone once the thread has ended, and then no open waits.
                 let _ = self.deadlines.send((Instant::now() + OPEN_WAIT, Arc::downgrade(entry)));
@@ -213,8 +212,7 @@ impl Materializer {
             found.inspect_err(|error| tracing::debug!(file = file.name(), "not materialized: {error}")).ok()?;
         let target = Arc::new(target);
         let pieces = Materializing::new(&engine, file, MaterializeTarget::Memory(Arc::clone(&target))).ok()?;
-        let pieces = Arc::new(pieces);
-        Some(Partial { pieces, target, room: Some(room), waiting: Vec::new() })
+        Some(Partial::new(&Arc::new(pieces), target, Some(room)))
     }
 
     /// Drops the file that was closed longest ago; false if there was none.
