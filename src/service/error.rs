@@ -5,7 +5,6 @@ use std::io;
 use ckfs_checkpoint::CheckpointError;
 use ckfs_host::limits;
 use ckfs_plan::PlanError;
-use ckfs_volume::VolumeError;
 
 /// Why a configuration cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -63,9 +62,8 @@ impl OpenError {
     }
 }
 
-impl From<VolumeError> for OpenError {
-    fn from(error: VolumeError) -> Self {
-        let error = PlanError { problems: error.problems };
+impl From<PlanError> for OpenError {
+    fn from(error: PlanError) -> Self {
         Self::View { text: error.to_string(), problems: error.texts() }
     }
 }

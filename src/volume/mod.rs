@@ -36,4 +36,4 @@ pub use metrics::{Metrics, RequestKind};
 pub use permissions::{PermittedReaders, directory_permission, readers, readers_of};
 pub use stats::{held_rows, memory_json};
 pub use upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized};
-pub use volume::{ViewPlan, Volume, VolumeError, VolumeOptions};
+pub use volume::{ViewPlan, Volume, VolumeOptions};

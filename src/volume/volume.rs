@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashMap,
-    fmt,
     sync::{Arc, atomic::AtomicU64},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -11,7 +10,7 @@ use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Materialize;
 use ckfs_host::budget::Budget;
 use ckfs_image::{DerivedFrom, Directory, FileContent, FormatInput, LazyFile, OWN, TextFile, unavailable_text};
-use ckfs_plan::{Allow, Plan, Problem, report};
+use ckfs_plan::{Allow, Plan, PlanError, Problem, report};
 use ckfs_read::{Engine, EngineOptions, EngineRooms};
 use ckfs_source::permission::{Mounter, Overrides};
 use lru::LruCache;
@@ -67,21 +66,6 @@ pub struct VolumeOptions {
     pub rooms: Option<EngineRooms>,
 }
 
-/// Every problem that prevents the construction of a volume.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct VolumeError {
-    /// The problems, at least one.
-    pub problems: Vec<Problem>,
-}
-
-impl std::error::Error for VolumeError {}
-
-impl fmt::Display for VolumeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        ckfs_plan::PlanError { problems: self.problems.clone() }.fmt(f)
-    }
-}
-
 /// A checkpoint's views as a file system. Immutable except for caches and counters.
 pub struct Volume {
     pub(super) engine: Arc<Engine>,
@@ -125,7 +109,7 @@ impl Volume {
     ///
     /// # Panics
     /// Never: there are fewer than 2^32 views.
-    pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, VolumeError> {
+    pub fn new(checkpoint: Arc<Checkpoint>, views: Vec<ViewPlan>, options: VolumeOptions) -> Result<Self, PlanError> {
         let source = checkpoint.source();
         let modified = source.files().map(|file| source.pin(file).modified).max().unwrap_or(UNIX_EPOCH);
         let total_bytes = source.files().map(|file| source.len_bytes(file)).fold(0, u64::saturating_add);
@@ -167,7 +151,7 @@ impl Volume {
             directory.file("plan.txt", LazyFile::new(plan_text(checkpoint, &views, remarks), DerivedFrom::Everything));
         }
         if !problems.is_empty() {
-            return Err(VolumeError { problems });
+            return Err(PlanError { problems });
         }
         let views: Vec<Arc<Plan>> = views.into_iter().map(|view| view.plan).collect();
         let remount = Some(options.remount).filter(|command| !command.is_empty());
