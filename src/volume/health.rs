@@ -11,7 +11,7 @@
 use std::{collections::BTreeSet, path::Path, time::SystemTime};
 
 use ckfs_source::{Poison, calendar::utc};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 /// Most problems in the list.
@@ -113,13 +113,9 @@ pub(super) struct HealthReport {
 }
 
 impl VolumeHealth {
-    fn lock(&self) -> MutexGuard<'_, ProblemList> {
-        self.inner.lock()
-    }
-
     /// Notes a problem with a file. The same type of problem with the same file is one problem with one more occurrence.
     pub fn note(&self, kind: ProblemKind, file: &str, cause: &str) {
-        let (now, mut inner) = (SystemTime::now(), self.lock());
+        let (now, mut inner) = (SystemTime::now(), self.inner.lock());
         let (file, cause) = (bounded(file), bounded(cause));
         let known = inner.problems.iter().position(|problem| problem.kind == kind && problem.file == file);
         let problem = match known.and_then(|index| inner.problems.get_mut(index)) {
@@ -151,7 +147,7 @@ impl VolumeHealth {
     /// Closes a problem that has ended.
     pub fn clear(&self, kind: ProblemKind, file: &str) {
         let file = bounded(file);
-        let mut inner = self.lock();
+        let mut inner = self.inner.lock();
         if kind == ProblemKind::SourceStalled && inner.stalls_left_out.remove(&file) {
             inner.left_out -= 1;
         }
@@ -163,7 +159,7 @@ impl VolumeHealth {
 
     /// Source files that do not answer now.
     pub(crate) fn stalled_sources(&self) -> u64 {
-        let inner = self.lock();
+        let inner = self.inner.lock();
         let is_stalled =
             |problem: &&HealthProblem| problem.kind == ProblemKind::SourceStalled && problem.ended.is_none();
         (inner.problems.iter().filter(is_stalled).count() + inner.stalls_left_out.len()) as u64
@@ -176,7 +172,7 @@ impl VolumeHealth {
 
     /// All problems, including those of poisoned source files.
     pub(super) fn report<'a>(&self, poisoned: impl Iterator<Item = (&'a Path, Poison)>) -> HealthReport {
-        let inner = self.lock();
+        let inner = self.inner.lock();
         let (mut problems, mut left_out) = (inner.problems.clone(), inner.left_out);
         let mut last = inner.last.clone();
         drop(inner);

@@ -7,7 +7,7 @@
 use std::{collections::HashMap, sync::Arc};
 
 use lru::LruCache;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::file_system::{FsError, Handle};
 
@@ -32,10 +32,6 @@ impl Default for KeptContents {
 }
 
 impl LiveReads {
-    fn lock(&self) -> MutexGuard<'_, KeptContents> {
-        self.0.lock()
-    }
-
     /// The content for a read of an open file at `offset`; empty at or after the end of one that was dropped.
     ///
     /// # Errors
@@ -47,7 +43,7 @@ impl LiveReads {
         generate: impl FnOnce() -> Arc<[u8]>,
     ) -> Result<Arc<[u8]>, FsError> {
         if offset > 0 {
-            let mut kept = self.lock();
+            let mut kept = self.0.lock();
             if let Some(content) = kept.contents.get(&handle) {
                 return Ok(Arc::clone(content));
             }
@@ -65,7 +61,7 @@ impl LiveReads {
             }
         }
         let content = generate();
-        let mut kept = self.lock();
+        let mut kept = self.0.lock();
         kept.close(handle);
         kept.bytes += content.len();
         kept.contents.put(handle, Arc::clone(&content));
@@ -79,14 +75,14 @@ impl LiveReads {
 
     /// Length of the content that an open file was last read from.
     pub fn len_bytes(&self, handle: Handle) -> Option<u64> {
-        let kept = self.lock();
+        let kept = self.0.lock();
         let held = kept.contents.peek(&handle).map(|content| content.len() as u64);
         held.or_else(|| kept.dropped.get(&handle).copied())
     }
 
     /// Forgets a file that was closed.
     pub fn close(&self, handle: Handle) {
-        self.lock().close(handle);
+        self.0.lock().close(handle);
     }
 }
 
@@ -112,14 +108,14 @@ mod tests {
         for handle in 1..many {
             assert_eq!(read(handle, 0, 4).unwrap().len(), len);
         }
-        assert!(reads.lock().bytes <= KEPT_BYTES_MAX);
+        assert!(reads.0.lock().bytes <= KEPT_BYTES_MAX);
         assert_eq!(read(0, 100, 5), Err(FsError::Io), "never the rest of another content");
         assert_eq!((read(0, len as u64, 5).unwrap().len(), reads.len_bytes(Handle(0))), (0, Some(len as u64)));
         assert_eq!(read(0, 0, 6).unwrap()[0], 6);
         // A first read may be one of the end.
         assert_eq!(read(many, 100, 7).unwrap()[0], 7);
         (0..=many).for_each(|handle| reads.close(Handle(handle)));
-        let kept = reads.lock();
+        let kept = reads.0.lock();
         assert_eq!((kept.bytes, kept.dropped.len()), (0, 0));
     }
 
