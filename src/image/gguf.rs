@@ -8,7 +8,7 @@ use ckfs_plan::{GgufFile, Problem};
 use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
-    output::{DerivedFrom, Directory, FileContent, FormatFiles, OutputFormat, VirtualFile},
+    output::{DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, OutputFormat},
 };
 
 /// See the module's documentation.
@@ -30,11 +30,13 @@ impl OutputFormat for GgufFormat {
             return Err(problem("expected all tensors of the model: no --include or --exclude".to_owned()));
         }
         let image = lay_out(planned).map_err(|error| problem(error.to_string()))?;
-        let model = GgufModelFile { input: Arc::clone(input), len_bytes: image.len_bytes() };
+        // The header has texts of files beside the weights.
+        let model = LazyFile::new(move || FileContent::Image(image.clone()), DerivedFrom::Everything);
         Ok(Directory::with(self.name(), |directory| _ = directory.file("model.gguf", model)).into())
     }
 }
 
+/// The header, then all tensors.
 fn lay_out(file: &GgufFile) -> Result<FileImage, ImageError> {
     let mut image = FileImage::default();
     image.push_bytes(Arc::clone(&file.header));
@@ -45,27 +47,4 @@ fn lay_out(file: &GgufFile) -> Result<FileImage, ImageError> {
         image.push_bytes(vec![0; ckfs_tensor::to_usize(padding)].into());
     }
     Ok(image)
-}
-
-/// The header, then all tensors.
-struct GgufModelFile {
-    input: Arc<FormatInput>,
-    len_bytes: u64,
-}
-
-impl VirtualFile for GgufModelFile {
-    fn len_bytes(&self) -> u64 {
-        self.len_bytes
-    }
-
-    fn content(&self) -> Result<FileContent, ImageError> {
-        let planned =
-            self.input.plan.gguf.as_ref().ok_or_else(|| ImageError("the plan has no such file".to_owned()))?;
-        lay_out(planned).map(FileContent::Image)
-    }
-
-    /// The header has texts of files beside the weights.
-    fn derived_from(&self) -> DerivedFrom {
-        DerivedFrom::Everything
-    }
 }
