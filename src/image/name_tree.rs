@@ -232,7 +232,10 @@ impl NameTree {
 
     /// A node's name.
     pub(super) fn name(&self, at: u32) -> &str {
-        let node = self.nodes[at as usize];
+        self.name_of(&self.nodes[at as usize])
+    }
+
+    fn name_of(&self, node: &NameRow) -> &str {
         &self.names[node.name_start as usize..(node.name_start + node.name_len) as usize]
     }
 
@@ -250,16 +253,9 @@ impl NameTree {
     /// The child with that name.
     pub(super) fn child(&self, at: u32, name: &[u8]) -> Option<u32> {
         let children = self.children(at);
-        let (mut low, mut high) = (children.start, children.end);
-        while low < high {
-            let middle = low + (high - low) / 2;
-            match self.name(middle).as_bytes().cmp(name) {
-                std::cmp::Ordering::Less => low = middle + 1,
-                std::cmp::Ordering::Equal => return Some(middle),
-                std::cmp::Ordering::Greater => high = middle,
-            }
-        }
-        None
+        let rows = &self.nodes[children.start as usize..children.end as usize];
+        let found = rows.binary_search_by(|row| self.name_of(row).as_bytes().cmp(name)).ok()?;
+        Some(children.start + number(found))
     }
 }
 
