@@ -34,8 +34,14 @@ pub(super) fn shard(plan: &Plan, tensor: &PlannedTensor, device: u64) -> View {
     tensor.view.region(&plan.region(tensor, device)).expect("a region of the view's own shape")
 }
 
-/// For a class of devices, bytes of the header rows of all tensors, and of the tensors; counted at the first request.
-type OfClass = OnceLock<(u64, u64)>;
+/// For a class of devices, each counted at the first request.
+#[derive(Debug, Default)]
+struct OfClass {
+    /// Bytes of the header rows of all tensors, and of the tensors.
+    safetensors: OnceLock<(u64, u64)>,
+    /// Length of a file of torch.
+    torch: OnceLock<u64>,
+}
 
 /// A tensor in the order of a device's safetensors file.
 #[derive(Clone, Copy, Debug)]
@@ -128,7 +134,7 @@ impl Bundle {
     /// Bytes of the metadata and of the rows in a device's header, and of its tensors.
     fn counted(&self, device: u64) -> (u64, u64, u64) {
         let (class, first) = self.class(device);
-        let (rows, data) = class.get_or_init(|| {
+        let (rows, data) = class.safetensors.get_or_init(|| {
             // By kind, digits of a shard's extents, and its elements.
             let shards: &[(u64, u64)] = &self
                 .firsts()
@@ -154,9 +160,10 @@ impl Bundle {
         (self.lengths().metadata_bytes + self.place_bytes(device), *rows, *data)
     }
 
-    /// The first of the listed devices whose shards have the same shapes as those of `device`.
-    pub(super) fn first_of_class(&self, device: u64) -> u64 {
-        self.class(device).1
+    /// Length of a device's file of torch: `count` counts that of these shards.
+    pub(super) fn torch_len(&self, device: u64, count: fn(&[NamedView<'_>]) -> u64) -> u64 {
+        let (class, first) = self.class(device);
+        *class.torch.get_or_init(|| count(&self.entries(first)))
     }
 
     /// The class of a listed device, and its first device.

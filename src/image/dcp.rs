@@ -64,7 +64,7 @@ impl OutputFormat for Dcp {
                 let content = move || FileContent::Image(objects.clone());
                 directory.file(OBJECTS, LazyFile::new(content, DerivedFrom::Tensors));
             }
-            let metadata = move || FileContent::generated(Arc::clone(files.metadata()));
+            let metadata = move || FileContent::generated(Arc::<DcpMetadata>::clone(files.metadata()));
             directory.file(".metadata", LazyFile::new(metadata, DerivedFrom::Tensors));
             let companions = if input.is_whole() { &input.checkpoint.saved_tree().companions[..] } else { &[] };
             for (name, file) in companions {

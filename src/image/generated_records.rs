@@ -26,20 +26,6 @@ pub trait GeneratedRecords: Send + Sync {
     fn write(&self, group: usize, block: usize, out: &mut Vec<u8>);
 }
 
-impl<R: GeneratedRecords> GeneratedRecords for Arc<R> {
-    fn starts(&self) -> &[u64] {
-        (**self).starts()
-    }
-
-    fn block_ends(&self, group: usize) -> Vec<u64> {
-        (**self).block_ends(group)
-    }
-
-    fn write(&self, group: usize, block: usize, out: &mut Vec<u8>) {
-        (**self).write(group, block, out);
-    }
-}
-
 /// Most bytes of blocks that a file caches for later reads. One block is kept whatever its size: readers read it in parts.
 const KEPT_BYTES_MAX: u64 = 4 << 20;
 
@@ -69,15 +55,15 @@ pub(super) fn written_starts(rows: &dyn GeneratedRecords, groups: usize) -> Vec<
 
 /// A file of rows.
 pub struct GeneratedFile {
-    rows: Box<dyn GeneratedRecords>,
+    rows: Arc<dyn GeneratedRecords>,
     /// Blocks that were partly read, the most recent first.
     kept: Mutex<VecDeque<(BlockKey, Arc<[u8]>)>>,
 }
 
 impl GeneratedFile {
     /// A file of these rows.
-    pub fn new(rows: impl GeneratedRecords + 'static) -> Self {
-        Self { rows: Box::new(rows), kept: Mutex::default() }
+    pub fn new(rows: Arc<dyn GeneratedRecords>) -> Self {
+        Self { rows, kept: Mutex::default() }
     }
 
     /// Length of the file.
@@ -189,7 +175,7 @@ mod tests {
             spans in prop::collection::vec((0_u64..99, 0_usize..40), 1..20),
         ) {
             let whole = groups.concat().concat();
-            let file = GeneratedFile::new(Written::new(groups));
+            let file = GeneratedFile::new(Arc::new(Written::new(groups)));
             prop_assert_eq!(file.len_bytes(), whole.len() as u64);
             for (offset, len) in spans {
                 let start = usize::try_from(offset).unwrap().min(whole.len());
@@ -202,8 +188,11 @@ mod tests {
     #[test]
     fn the_block_cache_is_bounded() {
         let block = vec![7; 1 << 20];
-        let file =
-            GeneratedFile::new(Written::new(vec![vec![block; 40], vec![vec![1; 9 << 20]], vec![vec![2; 3]; 50]]));
+        let file = GeneratedFile::new(Arc::new(Written::new(vec![
+            vec![block; 40],
+            vec![vec![1; 9 << 20]],
+            vec![vec![2; 3]; 50],
+        ])));
         let kept = || file.kept.lock().iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
         for at in 0..40 {
             assert_eq!(file.read((at << 20) + 5, 9), [7; 9]);

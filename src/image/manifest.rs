@@ -40,7 +40,7 @@ impl OutputFormat for ManifestFormat {
         let input = Arc::clone(input);
         let manifest = move || {
             let (checkpoint, plan) = (Arc::clone(&input.checkpoint), Arc::clone(&input.plan));
-            FileContent::generated(ManifestRecords::new(checkpoint, plan, Arc::clone(input.kinds())))
+            FileContent::generated(Arc::new(ManifestRecords::new(checkpoint, plan, Arc::clone(input.kinds()))))
         };
         let directory = Directory::with(OWN, |own| {
             own.file("manifest.json", LazyFile::new(manifest, DerivedFrom::Tensors));

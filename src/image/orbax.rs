@@ -183,7 +183,7 @@ impl Subtree for Arrays {
             }
             ArrayNode::Metadata(0) => FileContent::Bytes(Arc::clone(&self.item)),
             ArrayNode::Metadata(_) => FileContent::Generated(Arc::clone(self.tree.get_or_init(|| {
-                Arc::new(GeneratedFile::new(TreeMetadata::new(Arc::clone(&self.table), self.saved())))
+                Arc::new(GeneratedFile::new(Arc::new(TreeMetadata::new(Arc::clone(&self.table), self.saved()))))
             }))),
             ArrayNode::Description(array) => {
                 FileContent::Bytes(grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
@@ -292,7 +292,7 @@ mod tests {
                 jax_arrays: HashSet::from([0]),
                 empty: vec![empty.clone()],
             };
-            let file = GeneratedFile::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names)), saved));
+            let file = GeneratedFile::new(Arc::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names)), saved)));
             let leaf = |(at, name): (usize, &&str)| match at {
                 0 => orbax::tree_leaf(&words(name), orbax::JAX_ARRAY),
                 1 => orbax::tree_leaf(&place, orbax::ARRAY),

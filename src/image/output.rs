@@ -98,7 +98,7 @@ pub enum FileContent {
 
 impl FileContent {
     /// These records.
-    pub(super) fn generated(rows: impl GeneratedRecords + 'static) -> Self {
+    pub(super) fn generated(rows: Arc<dyn GeneratedRecords>) -> Self {
         Self::Generated(Arc::new(GeneratedFile::new(rows)))
     }
 

@@ -1,17 +1,14 @@
 //! `pt/`: all shards of a device as one `.pt` archive, a dictionary by name.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, OnceLock},
-};
+use std::sync::Arc;
 
 use ckfs_plan::{Plan, Problem};
-use parking_lot::Mutex;
 
 use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
-    output::{Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, VirtualFile},
+    output::{Directory, FormatFiles, Omission, OmittedFormat, OutputFormat},
+    safetensors::BundleFile,
     safetensors_layout::NamedView,
     torch_archive::{self, Root, archive_len, push_archive},
 };
@@ -34,25 +31,20 @@ impl OutputFormat for Pt {
         if let Some(found) = self.unavailable(&input.plan) {
             return Ok(found.into());
         }
-        let lengths = Arc::new(PtLengths::default());
         let directory = Directory::with(self.name(), |directory| {
             for device in &input.plan.devices {
-                let (input, lengths) = (Arc::clone(input), Arc::clone(&lengths));
-                directory.file(&format!("dev{device}.pt"), PtFile { input, lengths, device: *device });
+                let file = BundleFile {
+                    bundle: Arc::clone(input.bundle()),
+                    device: *device,
+                    len_bytes: |bundle, device| bundle.torch_len(device, len_bytes),
+                    lay_out: |bundle, device| lay_out(&bundle.entries(device)),
+                    is_bundle: true,
+                };
+                directory.file(&format!("dev{device}.pt"), file);
             }
         });
         Ok(directory.into())
     }
-}
-
-/// Lengths of files, by the first device of those whose shards have the same shapes; each is counted at the first request.
-type PtLengths = Mutex<HashMap<u64, Arc<OnceLock<u64>>>>;
-
-/// The shards of a device.
-struct PtFile {
-    input: Arc<FormatInput>,
-    lengths: Arc<PtLengths>,
-    device: u64,
 }
 
 /// Length of the file that [`lay_out`] produces.
@@ -67,23 +59,4 @@ fn lay_out(entries: &[NamedView<'_>]) -> Result<FileImage, ImageError> {
     let mut image = FileImage::default();
     push_archive(&mut image, &Root::Dictionary(&names), entries)?;
     Ok(image)
-}
-
-impl VirtualFile for PtFile {
-    fn len_bytes(&self) -> u64 {
-        let bundle = self.input.bundle();
-        let first = bundle.first_of_class(self.device);
-        let mut lengths = self.lengths.lock();
-        let counted = Arc::clone(lengths.entry(first).or_default());
-        drop(lengths);
-        *counted.get_or_init(|| len_bytes(&bundle.entries(first)))
-    }
-
-    fn content(&self) -> Result<FileContent, ImageError> {
-        lay_out(&self.input.bundle().entries(self.device)).map(FileContent::Image)
-    }
-
-    fn is_bundle(&self) -> bool {
-        true
-    }
 }

@@ -6,7 +6,7 @@ use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
 
 use super::{
     bundle::Bundle,
-    file_image::ImageError,
+    file_image::{FileImage, ImageError},
     generated_records::{GeneratedRecords, written_starts},
     input::FormatInput,
     output::{
@@ -43,7 +43,13 @@ impl OutputFormat for Safetensors {
             .map_err(|error| vec![Problem::File { file: self.name().to_owned(), reason: error.to_string() }])?;
         let directory = Directory::with(self.name(), |directory| {
             for device in &input.plan.devices {
-                let file = SafetensorsFile { bundle: Arc::clone(bundle), device: *device };
+                let file = BundleFile {
+                    bundle: Arc::clone(bundle),
+                    device: *device,
+                    len_bytes: Bundle::safetensors_len,
+                    lay_out: Bundle::safetensors,
+                    is_bundle: true,
+                };
                 directory.file(&format!("dev{device}.safetensors"), file);
             }
             // An index cannot describe parts of tensors: a reader would take a shard that it names for the tensor.
@@ -51,7 +57,7 @@ impl OutputFormat for Safetensors {
                 let input = Arc::clone(input);
                 let index = move || {
                     let plan = Arc::clone(&input.plan);
-                    FileContent::generated(SafetensorsIndex::new(plan, input.kinds(), &whole_on))
+                    FileContent::generated(Arc::new(SafetensorsIndex::new(plan, input.kinds(), &whole_on)))
                 };
                 directory.file("model.safetensors.index.json", LazyFile::new(index, DerivedFrom::Tensors));
             }
@@ -60,24 +66,26 @@ impl OutputFormat for Safetensors {
     }
 }
 
-/// The shards of a device.
-#[derive(Debug)]
-struct SafetensorsFile {
-    bundle: Arc<Bundle>,
-    device: u64,
+/// A file of a device's shards.
+pub(super) struct BundleFile {
+    pub(super) bundle: Arc<Bundle>,
+    pub(super) device: u64,
+    pub(super) len_bytes: fn(&Bundle, u64) -> u64,
+    pub(super) lay_out: fn(&Bundle, u64) -> Result<FileImage, ImageError>,
+    pub(super) is_bundle: bool,
 }
 
-impl VirtualFile for SafetensorsFile {
+impl VirtualFile for BundleFile {
     fn len_bytes(&self) -> u64 {
-        self.bundle.safetensors_len(self.device)
+        (self.len_bytes)(&self.bundle, self.device)
     }
 
     fn content(&self) -> Result<FileContent, ImageError> {
-        self.bundle.safetensors(self.device).map(FileContent::Image)
+        (self.lay_out)(&self.bundle, self.device).map(FileContent::Image)
     }
 
     fn is_bundle(&self) -> bool {
-        true
+        self.is_bundle
     }
 }
 

@@ -7,10 +7,10 @@ use ckfs_plan::{HfContent, HfFile, Problem, Rank};
 
 use super::{
     bundle::Bundle,
-    file_image::ImageError,
     hf,
     input::FormatInput,
-    output::{Directory, FileContent, FormatFiles, OutputFormat, VirtualFile},
+    output::{Directory, FormatFiles, OutputFormat},
+    safetensors::BundleFile,
 };
 
 /// Suffixes of files that hold weights or list where weights are.
@@ -40,7 +40,13 @@ impl OutputFormat for ShardedState {
         let repository: Vec<_> = repository.collect::<Result<_, Problem>>().map_err(|problem| vec![problem])?;
         let directory = Directory::with(self.name(), |directory| {
             for Rank { stage, number, device } in plan.ranks() {
-                let file = RankFile { bundle: Arc::clone(input.bundle()), device };
+                let file = BundleFile {
+                    bundle: Arc::clone(input.bundle()),
+                    device,
+                    len_bytes: Bundle::sharded_state_len,
+                    lay_out: Bundle::sharded_state,
+                    is_bundle: false,
+                };
                 let name = match stage {
                     None => format!("model-rank-{number}-part-0.safetensors"),
                     Some(stage) => format!("model-pp-{stage}-tp-{number}-part-0.safetensors"),
@@ -57,21 +63,4 @@ impl OutputFormat for ShardedState {
 
 fn is_weights(file: &HfFile) -> bool {
     matches!(file.content, HfContent::Weights { .. }) || WEIGHT_ENDINGS.iter().any(|ending| file.path.ends_with(ending))
-}
-
-/// The shards of a rank, which are those of a device.
-#[derive(Debug)]
-struct RankFile {
-    bundle: Arc<Bundle>,
-    device: u64,
-}
-
-impl VirtualFile for RankFile {
-    fn len_bytes(&self) -> u64 {
-        self.bundle.sharded_state_len(self.device)
-    }
-
-    fn content(&self) -> Result<FileContent, ImageError> {
-        self.bundle.sharded_state(self.device).map(FileContent::Image)
-    }
 }
