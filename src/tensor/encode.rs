@@ -177,16 +177,8 @@ impl Encoder {
 
     /// The number that columns must be a multiple of.
     pub const fn columns_multiple(self) -> u64 {
-        match self {
-            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Int8Channel => 1,
-            Self::Mxfp8(_)
-            | Self::Mxfp4
-            | Self::Nvfp4(_)
-            | Self::Int4 { .. }
-            | Self::Affine { .. }
-            | Self::MlxMxfp4
-            | Self::Q8_0 => self.block(1).1,
-        }
+        // The last block of E4M3 may be narrower, and a row or a matrix is a block of any width.
+        if matches!(self, Self::Fp8Block { .. }) { 1 } else { self.block(1).1 }
     }
 
     /// How the codes of rows are made, where they are not made by [`Coding`].
@@ -219,26 +211,14 @@ impl Encoder {
 
     /// The factor of a matrix whose greatest magnitude this is.
     pub fn factor(self, greatest: f32) -> f32 {
-        match self {
-            Self::Nvfp4(MatrixFactor::Divides) => {
+        let Self::Nvfp4(rule) = self else { return or(greatest / 448.0, f32::EPSILON) };
+        match rule {
+            MatrixFactor::Divides => {
                 // torch divides a number by a tensor so.
                 let factor = (1.0 / greatest.max(f32::MIN_POSITIVE)) * (448.0 * 6.0);
                 if factor.is_finite() { factor } else { 1.0 }
             }
-            Self::Nvfp4(MatrixFactor::Multiplies) => {
-                let factor = greatest / (6.0 * 448.0);
-                if factor == 0.0 { 1.0 } else { factor }
-            }
-            Self::Fp8Block { .. }
-            | Self::Fp8Channel
-            | Self::Fp8Tensor
-            | Self::Mxfp8(_)
-            | Self::Mxfp4
-            | Self::Int8Channel
-            | Self::Int4 { .. }
-            | Self::Affine { .. }
-            | Self::MlxMxfp4
-            | Self::Q8_0 => or(greatest / 448.0, f32::EPSILON),
+            MatrixFactor::Multiplies => or(greatest / (6.0 * 448.0), 1.0),
         }
     }
 }
@@ -516,20 +496,9 @@ impl Bands {
 
     /// The least bits of a magnitude for which there is no scale.
     const fn beyond(&self) -> u32 {
-        match self.encoder {
-            // Rounded to a power of two it is infinite.
-            Encoder::Mxfp8(ExponentRule::Nearest) | Encoder::Mxfp4 => encode::NEAREST_BEYOND,
-            Encoder::Fp8Block { .. }
-            | Encoder::Fp8Channel
-            | Encoder::Fp8Tensor
-            | Encoder::Mxfp8(ExponentRule::Up)
-            | Encoder::Nvfp4(_)
-            | Encoder::Int8Channel
-            | Encoder::Int4 { .. }
-            | Encoder::Affine { .. }
-            | Encoder::MlxMxfp4
-            | Encoder::Q8_0 => f32::INFINITY.to_bits(),
-        }
+        // Rounded to a power of two it is infinite.
+        let rounds = matches!(self.encoder, Encoder::Mxfp8(ExponentRule::Nearest) | Encoder::Mxfp4);
+        if rounds { encode::NEAREST_BEYOND } else { f32::INFINITY.to_bits() }
     }
 }
 

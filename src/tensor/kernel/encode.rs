@@ -351,7 +351,7 @@ pub(crate) type Scaling = fn(Level, &[u32], f32, &mut [u8], &mut [f32]);
 /// A loop that makes codes: source, elements of a run, scale of each run, codes.
 pub(crate) type Codes = fn(Level, &[u8], usize, &[f32], &mut [u8]);
 
-/// How the codes of an element are made.
+/// How the codes of an element are made, in the order of the loops in [`loops`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Coding {
     /// E4M3 of the quotient by the scale.
@@ -398,17 +398,7 @@ leveled! {
 
 /// The loops for sources of a type; `None` if there are none.
 pub(crate) fn loops(dtype: DType, coding: Coding) -> Option<(Maxima, Codes)> {
-    let of = |maxima: Maxima, codes: [Codes; 6]| {
-        let codes = match coding {
-            Coding::E4M3 => codes[0],
-            Coding::E4M3Times => codes[1],
-            Coding::E2M1 => codes[2],
-            Coding::E2M1Times => codes[3],
-            Coding::Int8 => codes[4],
-            Coding::Int4 => codes[5],
-        };
-        Some((maxima, codes))
-    };
+    let of = |maxima: Maxima, codes: [Codes; 6]| Some((maxima, codes[coding as usize]));
     if dtype == DType::BF16 {
         of(maxima_bf16, [e4m3_bf16, e4m3_times_bf16, e2m1_bf16, e2m1_times_bf16, int8_bf16, int4_bf16])
     } else if dtype == DType::F16 {
