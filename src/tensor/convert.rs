@@ -124,32 +124,37 @@ impl<'a> Converter<'a> {
         self.source_bytes
     }
 
+    /// The factor of a program that only multiplies BF16, as the scale of query weights does, how it multiplies, and whether it first
+    /// rounds F32 to BF16.
+    fn product(&self) -> Option<(bool, Operation, f32)> {
+        let product = match (self.source, self.program.target, self.program.steps.as_slice()) {
+            (DType::BF16, DType::BF16, [Step::Compute(operation, Term::Constant(factor))]) => {
+                (false, *operation, *factor)
+            }
+            (DType::F32, DType::BF16, [Step::Round(DType::BF16), Step::Compute(operation, Term::Constant(factor))]) => {
+                (true, *operation, *factor)
+            }
+            _ => return None,
+        };
+        matches!(product.1, Operation::Multiply | Operation::MultiplyFlush).then_some(product)
+    }
+
     /// The single loop that runs the whole program, if there is one.
     pub(super) fn direct(&self) -> Option<Direct> {
+        if let Some((rounds, operation, factor)) = self.product() {
+            let row = match (rounds, operation == Operation::MultiplyFlush) {
+                (false, false) => row::multiply_bf16 as row::RowWith,
+                (false, true) => row::multiply_flush_bf16,
+                (true, false) => row::round_multiply_bf16,
+                (true, true) => row::round_multiply_flush_bf16,
+            };
+            return Some(Direct::With(row, factor.to_bits()));
+        }
         let (source, target) = (self.source, self.program.target);
         match self.program.steps.as_slice() {
             [] if source == target => Some(Direct::Plain(row::copy)),
             [] if source == DType::F32 => Some(Direct::Plain(self.narrow)),
             [] if target == DType::F32 => Some(Direct::Plain(self.widen)),
-            // The scale of query weights.
-            [Step::Compute(operation, Term::Constant(factor))] if (source, target) == (DType::BF16, DType::BF16) => {
-                let row = match operation {
-                    Operation::Multiply => row::multiply_bf16,
-                    Operation::MultiplyFlush => row::multiply_flush_bf16,
-                    Operation::Divide | Operation::Add | Operation::Subtract => return None,
-                };
-                Some(Direct::With(row, factor.to_bits()))
-            }
-            [Step::Round(DType::BF16), Step::Compute(operation, Term::Constant(factor))]
-                if (source, target) == (DType::F32, DType::BF16) =>
-            {
-                let row = match operation {
-                    Operation::Multiply => row::round_multiply_bf16,
-                    Operation::MultiplyFlush => row::round_multiply_flush_bf16,
-                    Operation::Divide | Operation::Add | Operation::Subtract => return None,
-                };
-                Some(Direct::With(row, factor.to_bits()))
-            }
             _ => None,
         }
     }
@@ -157,26 +162,12 @@ impl<'a> Converter<'a> {
     /// The same conversion in a form that a transposing loop can fuse, if there is one: the cases of [`Converter::direct`] with
     /// ordinary factors.
     pub(super) fn fused(&self) -> Option<FusedKind> {
-        let (source, target) = (self.source, self.program.target);
-        let ordinary = |operation: Operation, factor: f32| {
-            matches!(operation, Operation::Multiply | Operation::MultiplyFlush)
-                && factor.is_normal()
-                && factor.abs() <= 1.0
-        };
-        match (source, target, self.program.steps.as_slice()) {
-            (DType::F32, DType::BF16, []) => Some(FusedKind::Round),
-            (DType::BF16, DType::BF16, [Step::Compute(operation, Term::Constant(factor))])
-                if ordinary(*operation, *factor) =>
-            {
-                Some(FusedKind::Multiply(*factor))
-            }
-            (DType::F32, DType::BF16, [Step::Round(DType::BF16), Step::Compute(operation, Term::Constant(factor))])
-                if ordinary(*operation, *factor) =>
-            {
-                Some(FusedKind::RoundMultiply(*factor))
-            }
-            _ => None,
+        if matches!((self.source, self.program.target, &self.program.steps[..]), (DType::F32, DType::BF16, [])) {
+            return Some(FusedKind::Round);
         }
+        let (rounds, _, factor) = self.product()?;
+        let is_ordinary = factor.is_normal() && factor.abs() <= 1.0;
+        is_ordinary.then_some(if rounds { FusedKind::RoundMultiply(factor) } else { FusedKind::Multiply(factor) })
     }
 
     /// Converts at most [`BLOCK_ELEMENTS`] elements.
