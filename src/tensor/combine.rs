@@ -14,7 +14,7 @@ use super::{
     gather::Loop,
     part::{AxisLoop, Base, Part, assign, for_each_nest, gcd},
     shape::PerAxis,
-    tiling::{Loops, PIECES_MAX, TilingError},
+    tiling::{Loops, PIECES_MAX, TilingError, greatest_so_far},
 };
 
 /// Most pairs of parts whose bounds overlap. Parts that interleave may overlap without common elements.
@@ -450,14 +450,7 @@ fn progressions(left: &Along, right: &Along) -> Option<Along> {
 /// [`TilingError::TooManyPieces`] if there are far more pairs than a tiling may have pieces.
 pub(super) fn pairs(left: &[Operands], right: &mut [Operands]) -> Result<Vec<(usize, usize)>, TilingError> {
     right.sort_by_key(|operands| operands.bounds(0).0);
-    let mut greatest = 0;
-    let last_so_far: Vec<u64> = right
-        .iter()
-        .map(|operands| {
-            greatest = greatest.max(operands.bounds(0).1);
-            greatest
-        })
-        .collect();
+    let last_so_far = greatest_so_far(right.iter().map(|operands| operands.bounds(0).1));
     let mut pairs = Vec::new();
     for (at, operands) in left.iter().enumerate() {
         let (low, high) = operands.bounds(0);

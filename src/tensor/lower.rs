@@ -463,7 +463,7 @@ impl Lowering {
             pieces.push(Piece { start, loops, origin });
         }
         let units = shape.elements() / unit.elements * width;
-        Ok(Tiling::new(units, unit.bytes / width, pieces, decoders).with_encoded(self.encoded))
+        Ok(Tiling::new((units, unit.bytes / width), pieces, decoders, self.encoded))
     }
 }
 

@@ -140,6 +140,15 @@ pub(super) fn last_offset(loops: &[Loop]) -> u64 {
     loops.iter().map(|l| (l.extent - 1) * l.target_stride).sum()
 }
 
+/// For each number the greatest among it and those before it.
+pub(super) fn greatest_so_far(numbers: impl Iterator<Item = u64>) -> Vec<u64> {
+    let greater = |greatest: &mut u64, number: u64| {
+        *greatest = number.max(*greatest);
+        Some(*greatest)
+    };
+    numbers.scan(0, greater).collect()
+}
+
 impl Piece {
     /// Target unit of the last element.
     pub fn last(&self) -> u64 {
@@ -356,24 +365,17 @@ pub struct Tiling {
 }
 
 impl Tiling {
-    pub(super) fn new(len_units: u64, unit_bytes: u64, mut pieces: Vec<Piece>, decoders: Vec<Decode>) -> Self {
+    pub(super) fn new(
+        (len_units, unit_bytes): (u64, u64),
+        mut pieces: Vec<Piece>,
+        decoders: Vec<Decode>,
+        encoded: Vec<EncodedLeaf>,
+    ) -> Self {
         pieces.sort_by_key(|piece| piece.start);
-        let mut greatest = 0;
-        let last_so_far = pieces
-            .iter()
-            .map(|piece| {
-                greatest = greatest.max(piece.last());
-                greatest
-            })
-            .collect();
-        let tiling = Self { len_units, unit_bytes, pieces, last_so_far, decoders, encoded: Vec::new() };
+        let last_so_far = greatest_so_far(pieces.iter().map(Piece::last));
+        let tiling = Self { len_units, unit_bytes, pieces, last_so_far, decoders, encoded };
         tiling.check_invariants();
         tiling
-    }
-
-    /// With what encoders make.
-    pub(super) fn with_encoded(self, encoded: Vec<EncodedLeaf>) -> Self {
-        Self { encoded, ..self }
     }
 
     /// What encoders make of it, as pieces refer to it.
