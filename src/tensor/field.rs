@@ -223,38 +223,25 @@ pub(super) fn read(
         values.fill(reader.one(window, index).to_le_bytes());
         return;
     }
+    let of_bytes = |bytes: usize, widen: row::Row, source: &[u8], apart: usize, values: &mut [[u8; 4]]| {
+        if apart == bytes {
+            return widen(level, &source[..values.len() * bytes], values.as_flattened_mut());
+        }
+        let mut collected = [0; 8 * COLLECTED];
+        for (part, values) in values.chunks_mut(COLLECTED).enumerate() {
+            let collected = &mut collected[..values.len() * bytes];
+            let source = &source[part * COLLECTED * apart..];
+            row::copy_elements(bytes, source, apart, collected, bytes, values.len());
+            widen(level, collected, values.as_flattened_mut());
+        }
+    };
     match reader {
-        FieldReader::Float { bytes, widen, .. } => {
-            let source = window.from(index * *bytes as u64);
-            if step == 1 {
-                return widen(level, &source[..values.len() * bytes], values.as_flattened_mut());
-            }
-            let apart = to_usize(step) * bytes;
-            let mut collected = [0; 8 * COLLECTED];
-            for (part, values) in values.chunks_mut(COLLECTED).enumerate() {
-                let collected = &mut collected[..values.len() * bytes];
-                for (at, element) in collected.chunks_exact_mut(*bytes).enumerate() {
-                    element.copy_from_slice(&source[(part * COLLECTED + at) * apart..][..*bytes]);
-                }
-                widen(level, collected, values.as_flattened_mut());
-            }
+        FieldReader::Float { bytes, widen } => {
+            of_bytes(*bytes, *widen, window.from(index * *bytes as u64), to_usize(step) * bytes, values);
         }
-        FieldReader::Integer(bits) if bits.width == 8 && step == 8 => {
+        FieldReader::Integer(bits) if bits.width == 8 && index.is_multiple_of(8) && step.is_multiple_of(8) => {
             let widen = if bits.signed { row::widen_i8 } else { row::widen_u8 };
-            widen(level, &window.from(index / 8)[..values.len()], values.as_flattened_mut());
-        }
-        FieldReader::Integer(bits) if bits.width == 8 && step.is_multiple_of(8) => {
-            let source = window.from(index / 8);
-            let apart = to_usize(step / 8);
-            let mut collected = [0; COLLECTED];
-            for (part, values) in values.chunks_mut(COLLECTED).enumerate() {
-                let collected = &mut collected[..values.len()];
-                for (at, element) in collected.iter_mut().enumerate() {
-                    *element = source[(part * COLLECTED + at) * apart];
-                }
-                let widen = if bits.signed { row::widen_i8 } else { row::widen_u8 };
-                widen(level, collected, values.as_flattened_mut());
-            }
+            of_bytes(1, widen, window.from(index / 8), to_usize(step / 8), values);
         }
         FieldReader::Nibble(bits, table) if step == 4 => nibbles(level, *bits, table, window, index, values),
         FieldReader::Nibble(bits, table) if step == 32 && bits.order == BitOrder::LowFirst => {
@@ -292,5 +279,25 @@ fn nibbles(level: Level, bits: Bits, table: &unpack::Table, window: Window<'_>, 
     }
     for (at, value) in values.iter_mut().enumerate().skip(head + whole) {
         *value = one(at);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_of_eight_bits_begin_at_any_bit() {
+        let bytes: Vec<u8> = (0..=255).map(|byte: u8| byte.wrapping_mul(37)).collect();
+        let window = Window::whole(&bytes);
+        for (signed, index, step) in [(false, 4, 8), (true, 3, 16), (false, 8, 8), (true, 16, 24), (true, 8, 12)] {
+            let reader = FieldReader::Integer(Bits { signed, ..Bits::unsigned(8) });
+            let mut values = [[0; 4]; 80];
+            read(Level::detected(), &reader, window, index, step, &mut values);
+            for (at, value) in (0..).zip(values) {
+                let expected = reader.one(window, index + at * step).to_le_bytes();
+                assert_eq!(value, expected, "field {at} from bit {index} on, {step} bits apart");
+            }
+        }
     }
 }

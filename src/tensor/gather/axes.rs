@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use super::job::Loop;
+use super::{super::kernel::row::copy_elements, job::Loop};
 
 /// A loop in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,12 +49,14 @@ pub(super) fn canonical(loops: &[Loop], source_bytes: usize, target_bytes: usize
 pub(super) fn check_bounds(
     side: &str,
     start: usize,
-    axes: impl Iterator<Item = (usize, usize)>,
+    axes: &[Axis],
+    stride: fn(&Axis) -> usize,
     unit: usize,
     length: usize,
 ) {
-    let end =
-        axes.fold(start.checked_add(unit), |end, (extent, stride)| end?.checked_add((extent - 1).checked_mul(stride)?));
+    let end = axes
+        .iter()
+        .fold(start.checked_add(unit), |end, axis| end?.checked_add((axis.extent - 1).checked_mul(stride(axis))?));
     assert!(end.is_some_and(|end| end <= length), "the loops reach byte {end:?} of {length} {side} bytes");
 }
 
@@ -89,34 +91,5 @@ pub(super) fn copy_line(unit: usize, source: &[u8], stride: usize, target: &mut 
         target.copy_from_slice(&source[..target.len()]);
     } else {
         copy_elements(unit, source, stride, target, unit, target.len() / unit);
-    }
-}
-
-/// Copies `count` elements of `unit` bytes, each side with its own stride in bytes.
-pub(super) fn copy_elements(unit: usize, source: &[u8], from: usize, target: &mut [u8], to: usize, count: usize) {
-    match unit {
-        1 => copy_units::<1>(source, from, target, to, count),
-        2 => copy_units::<2>(source, from, target, to, count),
-        3 => copy_units::<3>(source, from, target, to, count),
-        4 => copy_units::<4>(source, from, target, to, count),
-        8 => copy_units::<8>(source, from, target, to, count),
-        16 => copy_units::<16>(source, from, target, to, count),
-        unit => {
-            for index in 0..count {
-                target[index * to..][..unit].copy_from_slice(&source[index * from..][..unit]);
-            }
-        }
-    }
-}
-
-fn copy_units<const UNIT: usize>(source: &[u8], from: usize, target: &mut [u8], to: usize, count: usize) {
-    if to == UNIT {
-        for (index, element) in target.as_chunks_mut::<UNIT>().0[..count].iter_mut().enumerate() {
-            element.copy_from_slice(&source[index * from..][..UNIT]);
-        }
-        return;
-    }
-    for index in 0..count {
-        target[index * to..][..UNIT].copy_from_slice(&source[index * from..][..UNIT]);
     }
 }

@@ -7,10 +7,10 @@ use super::{
         Program,
         block_decode::{self, ValueDecoder},
         convert::{BLOCK_ELEMENTS, Converter, Direct, element_bytes},
-        kernel::Level,
+        kernel::{Level, row::copy_elements},
         transpose::{CACHE_LINE_BYTES, Fused, FusedKind, STREAMS, stream},
     },
-    axes::{Axis, Position, copy_elements, copy_line, each},
+    axes::{Axis, Position, copy_line, each},
     blocks::{Blocks, GROUP_ROWS_MAX, LineMethod, ROWS_AT_ONCE},
     job::Stores,
 };
@@ -67,16 +67,19 @@ impl<'a> Convert<'a> {
             return;
         }
         match axes.split_first() {
-            Some((inner, outer)) if inner.target == unit => each(outer, place, &mut |place| {
-                let target = &mut target[place.target..place.target + inner.extent * unit];
-                if STREAMS && stores == Stores::Streamed && inner.source == self.source_bytes {
-                    self.streamed_row(&source[place.source..][..inner.extent * inner.source], target);
-                } else {
-                    self.line(source, place, inner.source, inner.extent, target);
-                }
+            Some((inner, outer))
+                if STREAMS
+                    && stores == Stores::Streamed
+                    && (inner.target, inner.source) == (unit, self.source_bytes) =>
+            {
+                each(outer, place, &mut |place| {
+                    let source = &source[place.source..][..inner.extent * inner.source];
+                    self.streamed_row(source, &mut target[place.target..][..inner.extent * unit]);
+                });
+            }
+            Some(_) | None => each_line(axes, place, unit, target, &mut |place, stride, count, target| {
+                self.line(source, place, stride, count, target);
             }),
-            Some((inner, outer)) => each(outer, place, &mut |place| self.scatter(*inner, place, source, target)),
-            None => self.line(source, place, 0, 1, &mut target[place.target..place.target + unit]),
         }
     }
 
@@ -138,18 +141,6 @@ impl<'a> Convert<'a> {
             from = (from + count * stride).min(source.len());
         }
     }
-
-    /// Converts one loop whose target elements are apart.
-    fn scatter(&mut self, inner: Axis, place: Position, source: &[u8], target: &mut [u8]) {
-        let unit = self.target_bytes;
-        let mut converted = self.converted;
-        for start in (0..inner.extent).step_by(BLOCK_ELEMENTS) {
-            let count = BLOCK_ELEMENTS.min(inner.extent - start);
-            let part = place.step(inner, start);
-            self.line(source, part, inner.source, count, &mut converted[..count * unit]);
-            copy_elements(unit, &converted, unit, &mut target[part.target..], inner.target, count);
-        }
-    }
 }
 
 /// A gather that decodes. Its source positions are logical elements, not bytes.
@@ -171,25 +162,34 @@ impl DecodedGather<'_> {
             plan.run(level, place, &[], target, stores, method);
             return;
         }
-        match axes.split_first() {
-            Some((inner, outer)) if inner.target == unit => each(outer, place, &mut |place| {
-                let target = &mut target[place.target..place.target + inner.extent * unit];
-                self.values.line(place.source as u64, inner.source as u64, target);
-            }),
-            Some((inner, outer)) => each(outer, place, &mut |place| self.scatter(*inner, place, target)),
-            None => self.values.line(place.source as u64, 1, &mut target[place.target..place.target + unit]),
-        }
+        each_line(axes, place, unit, target, &mut |place, stride, _, target| {
+            self.values.line(place.source as u64, stride as u64, target);
+        });
     }
+}
 
-    /// Decodes one loop whose target elements are apart.
-    fn scatter(&mut self, inner: Axis, place: Position, target: &mut [u8]) {
-        let unit = self.values.target_bytes();
-        let mut decoded = [0; BLOCK_ELEMENTS * FLOAT_BYTES_MAX];
-        for start in (0..inner.extent).step_by(BLOCK_ELEMENTS) {
-            let count = BLOCK_ELEMENTS.min(inner.extent - start);
-            let part = place.step(inner, start);
-            self.values.line(part.source as u64, inner.source as u64, &mut decoded[..count * unit]);
-            copy_elements(unit, &decoded, unit, &mut target[part.target..], inner.target, count);
-        }
+/// Makes the elements of `axes` line by line. `line` makes so many, which are `stride` apart in the source, in a contiguous target.
+#[inline]
+fn each_line(
+    axes: &[Axis],
+    place: Position,
+    unit: usize,
+    target: &mut [u8],
+    line: &mut impl FnMut(Position, usize, usize, &mut [u8]),
+) {
+    match axes.split_first() {
+        Some((inner, outer)) if inner.target == unit => each(outer, place, &mut |place| {
+            line(place, inner.source, inner.extent, &mut target[place.target..][..inner.extent * unit]);
+        }),
+        Some((inner, outer)) => each(outer, place, &mut |place| {
+            let mut made = [0; BLOCK_ELEMENTS * FLOAT_BYTES_MAX];
+            for start in (0..inner.extent).step_by(BLOCK_ELEMENTS) {
+                let count = BLOCK_ELEMENTS.min(inner.extent - start);
+                let part = place.step(*inner, start);
+                line(part, inner.source, count, &mut made[..count * unit]);
+                copy_elements(unit, &made, unit, &mut target[part.target..], inner.target, count);
+            }
+        }),
+        None => line(place, 0, 1, &mut target[place.target..][..unit]),
     }
 }

@@ -22,7 +22,7 @@ use smallvec::SmallVec;
 
 pub use self::job::{Gather, Loop, Stores};
 use self::{
-    axes::{Axes, Position, bytes, canonical, check_bounds, copy_elements, copy_line, each},
+    axes::{Axes, Position, bytes, canonical, check_bounds, copy_line, each},
     blocks::{Blocks, LineMethod},
     convert::{Convert, DecodedGather},
 };
@@ -30,7 +30,7 @@ use super::{
     Decode, Load, Program, Window,
     block_decode::ValueDecoder,
     convert::element_bytes,
-    kernel::Level,
+    kernel::{Level, row::copy_elements},
     transpose::{fence, stream_run},
 };
 
@@ -70,8 +70,7 @@ fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mu
         // Logical elements take the place of source bytes.
         let axes = canonical(job.loops, 1, target_bytes);
         let place = Position { source: bytes(job.source_offset, 1), target: bytes(job.target_offset, target_bytes) };
-        let reached = axes.iter().map(|axis| (axis.extent, axis.target));
-        check_bounds("target", place.target, reached, target_bytes, target.len());
+        check_bounds("target", place.target, &axes, |axis| axis.target, target_bytes, target.len());
         let values = ValueDecoder::new(program, value, level, windows);
         return DecodedGather { values }.run(level, &axes, place, target, stores);
     }
@@ -89,20 +88,8 @@ fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mu
     };
     let axes = canonical(job.loops, source_bytes, target_bytes);
     let place = Position { source: skip, target: bytes(job.target_offset, target_bytes) };
-    check_bounds(
-        "source",
-        place.source,
-        axes.iter().map(|axis| (axis.extent, axis.source)),
-        source_bytes,
-        source.len(),
-    );
-    check_bounds(
-        "target",
-        place.target,
-        axes.iter().map(|axis| (axis.extent, axis.target)),
-        target_bytes,
-        target.len(),
-    );
+    check_bounds("source", place.source, &axes, |axis| axis.source, source_bytes, source.len());
+    check_bounds("target", place.target, &axes, |axis| axis.target, target_bytes, target.len());
     match job.decode {
         Decode::Copy => copy(level, axes, source_bytes, place, source, target, stores),
         Decode::Program(Program { load: Load::Element(dtype), target: to, steps })
@@ -124,7 +111,7 @@ pub fn fill(pattern: &[u8], loops: &[Loop], target_offset: u64, target: &mut [u8
     let steps: SmallVec<[Loop; 8]> = loops.iter().map(|&step| Loop { source_stride: 0, ..step }).collect();
     let mut nest = canonical(&steps, 0, unit);
     let start = bytes(target_offset, unit);
-    check_bounds("target", start, nest.iter().map(|axis| (axis.extent, axis.target)), unit, target.len());
+    check_bounds("target", start, &nest, |axis| axis.target, unit, target.len());
     let run = match nest.first() {
         Some(axis) if axis.target == unit => nest.remove(0).extent * unit,
         Some(_) | None => unit,

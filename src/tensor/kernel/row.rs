@@ -75,10 +75,7 @@ leveled! {
         map(source, target, |bytes| float::widen_f32(u32::from_le_bytes(bytes)).to_le_bytes());
     }
     fn narrow_bf16(source: &[u8], target: &mut [u8]) {
-        map(source, target, |bytes| {
-            let [low, high, _, _] = float::narrow_bf16(u32::from_le_bytes(bytes)).to_le_bytes();
-            [low, high]
-        });
+        map(source, target, |bytes| thin_bf16(u32::from_le_bytes(bytes)));
     }
     fn narrow_f16(source: &[u8], target: &mut [u8]) {
         map(source, target, |bytes| {
@@ -328,6 +325,35 @@ leveled! {
     /// As [`round_multiply_bf16`], flushing subnormals.
     fn round_multiply_flush_bf16(source: &[u8], target: &mut [u8], factor: u32) {
         multiply_flush_to_bf16(source, target, factor, rounded_bf16);
+    }
+}
+
+/// Copies `count` elements of `unit` bytes, each side with its own stride in bytes.
+pub(crate) fn copy_elements(unit: usize, source: &[u8], from: usize, target: &mut [u8], to: usize, count: usize) {
+    match unit {
+        1 => copy_units::<1>(source, from, target, to, count),
+        2 => copy_units::<2>(source, from, target, to, count),
+        3 => copy_units::<3>(source, from, target, to, count),
+        4 => copy_units::<4>(source, from, target, to, count),
+        8 => copy_units::<8>(source, from, target, to, count),
+        16 => copy_units::<16>(source, from, target, to, count),
+        unit => {
+            for index in 0..count {
+                target[index * to..][..unit].copy_from_slice(&source[index * from..][..unit]);
+            }
+        }
+    }
+}
+
+fn copy_units<const UNIT: usize>(source: &[u8], from: usize, target: &mut [u8], to: usize, count: usize) {
+    if to == UNIT {
+        for (index, element) in target.as_chunks_mut::<UNIT>().0[..count].iter_mut().enumerate() {
+            element.copy_from_slice(&source[index * from..][..UNIT]);
+        }
+        return;
+    }
+    for index in 0..count {
+        target[index * to..][..UNIT].copy_from_slice(&source[index * from..][..UNIT]);
     }
 }
 
