@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::{
     dcp_segments::{Segments, distcp_name},
-    generated_records::{GeneratedRecords, starts},
+    generated_records::{GeneratedRecords, byte_counter, starts},
     shard_class::ShardClasses,
 };
 
@@ -178,11 +178,8 @@ impl DcpMetadata {
         metadata.blocks =
             blocks.map(|(kind, used)| if *used { metadata.kind_blocks(kind) } else { Vec::new() }).collect();
         metadata.ends = metadata.all_ends();
-        let file_blocks = (0..=metadata.file_blocks()).map(|block| {
-            let mut bytes = Vec::new();
-            metadata.file_block(block, &mut bytes);
-            bytes.len() as u64
-        });
+        let mut count = byte_counter();
+        let file_blocks = (0..=metadata.file_blocks()).map(|block| count(&|out| metadata.file_block(block, out)));
         metadata.files = starts(file_blocks).split_off(1);
         metadata.starts = starts(metadata.lengths().into_iter());
         metadata
@@ -209,19 +206,16 @@ impl DcpMetadata {
 
     fn kind_blocks(&self, kind: usize) -> Vec<ChunkBlock> {
         let first = &self.plan.tensors[self.kinds.first(kind)];
-        let mut bytes = Vec::new();
+        let mut length = byte_counter();
         let (mut next, mut chunks_end, mut segments_end) = (0, 0, 0);
         let count = self.plan.holder_count(first).div_ceil(BLOCK);
         let block = |block| {
             let first_chunk = next;
             for (_, region) in self.chunks(first, block) {
-                bytes.clear();
-                self.writer.chunk(&region, &mut bytes);
-                chunks_end += bytes.len() as u64;
-                bytes.clear();
+                chunks_end += length(&|out| self.writer.chunk(&region, out));
                 // The length is the same for every tensor, file and offset.
-                self.writer.segment(0, &region, next, DcpSegment { file: 0, offset: 0, len: 0 }, &mut bytes);
-                segments_end += bytes.len() as u64;
+                let segment = DcpSegment { file: 0, offset: 0, len: 0 };
+                segments_end += length(&|out| self.writer.segment(0, &region, next, segment, out));
                 next += 1;
             }
             ChunkBlock { first: first_chunk, chunks_end, segments_end }
@@ -287,12 +281,7 @@ impl DcpMetadata {
 
     /// Lengths of all groups.
     fn lengths(&self) -> Vec<u64> {
-        let mut bytes = Vec::new();
-        let mut count = |write: &dyn Fn(&mut Vec<u8>)| {
-            bytes.clear();
-            write(&mut bytes);
-            bytes.len() as u64
-        };
+        let mut count = byte_counter();
         let mut lengths = vec![count(&|out| self.writer.head(out))];
         lengths.push(self.files.last().copied().expect("there is a block after the last file"));
         let end = count(&|out| self.writer.end_tensor(out));

@@ -45,12 +45,20 @@ pub(super) fn starts(lengths: impl Iterator<Item = u64>) -> Vec<u64> {
 
 /// Starts of so many groups of one block each, which are written to learn their lengths.
 pub(super) fn written_starts(rows: &dyn GeneratedRecords, groups: usize) -> Vec<u64> {
+    let mut count = byte_counter();
+    starts((0..groups).map(|group| count(&|out| rows.write(group, 0, out))))
+}
+
+type WriteBytes<'a> = &'a dyn Fn(&mut Vec<u8>);
+
+/// Counts the bytes that a call writes.
+pub(super) fn byte_counter() -> impl FnMut(WriteBytes<'_>) -> u64 {
     let mut bytes = Vec::new();
-    starts((0..groups).map(|group| {
+    move |write| {
         bytes.clear();
-        rows.write(group, 0, &mut bytes);
+        write(&mut bytes);
         bytes.len() as u64
-    }))
+    }
 }
 
 /// A file of rows.

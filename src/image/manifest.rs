@@ -10,7 +10,7 @@ use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
 use serde_json::json;
 
 use super::{
-    generated_records::{GeneratedRecords, starts},
+    generated_records::{GeneratedRecords, byte_counter, starts},
     input::FormatInput,
     output::{DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, OWN, OutputFormat},
 };
@@ -70,23 +70,16 @@ fn put(out: &mut Vec<u8>, value: &(impl serde::Serialize + ?Sized)) {
 
 impl ManifestRecords {
     fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<TensorKinds>) -> Self {
-        let (mut manifest, mut bytes) = (
-            Self {
-                checkpoint,
-                plan,
-                kinds,
-                starts: Vec::new(),
-                devices: Vec::new(),
-                before: Vec::new(),
-                regions: Vec::new(),
-            },
-            Vec::new(),
-        );
-        let mut count = |write: &dyn Fn(&mut Vec<u8>)| {
-            bytes.clear();
-            write(&mut bytes);
-            bytes.len() as u64
+        let mut manifest = Self {
+            checkpoint,
+            plan,
+            kinds,
+            starts: Vec::new(),
+            devices: Vec::new(),
+            before: Vec::new(),
+            regions: Vec::new(),
         };
+        let mut count = byte_counter();
         let head = count(&|out| manifest.head(out));
         let blocks = manifest.device_blocks();
         let devices: Vec<u64> = (0..=blocks).map(|block| count(&|out| manifest.device_block(block, out))).collect();
