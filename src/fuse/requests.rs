@@ -70,7 +70,7 @@ struct Known(Arc<Dispatchers>);
 
 impl Drop for Known {
     fn drop(&mut self) {
-        let mut parked = self.0.lock();
+        let mut parked = self.0.parked.lock();
         parked.known -= 1;
         parked.ended = true;
         self.0.changed.notify_all();
@@ -107,7 +107,7 @@ impl Dispatchers {
     pub(crate) fn park(self: &Arc<Self>) {
         KNOWN.with_borrow_mut(|known| {
             if known.is_none() {
-                self.lock().known += 1;
+                self.parked.lock().known += 1;
                 *known = Some(Known(Arc::clone(self)));
             }
         });
@@ -115,7 +115,7 @@ impl Dispatchers {
         if self.settled.load(Ordering::Relaxed) && !is_leaving() {
             return;
         }
-        let mut parked = self.lock();
+        let mut parked = self.parked.lock();
         if is_leaving() {
             return self.stay(parked);
         }
@@ -144,7 +144,7 @@ impl Dispatchers {
 
     /// From now on no thread takes a request after the one that it waits for or handles. Whether no thread takes any.
     pub(crate) fn leave(&self) -> bool {
-        let parked = self.lock();
+        let parked = self.parked.lock();
         self.leaving.store(true, Ordering::Relaxed);
         self.changed.notify_all();
         parked.left > self.usual
@@ -157,7 +157,7 @@ impl Dispatchers {
         let seen = self.seen_passed.swap(passed, Ordering::Relaxed);
         let full = inside >= self.usual;
         if full && seen == passed && is_waiting() {
-            let mut parked = self.lock();
+            let mut parked = self.parked.lock();
             if !parked.called {
                 tracing::debug!("all {inside} threads wait for storage; another reads requests");
             }
@@ -165,17 +165,13 @@ impl Dispatchers {
             self.settled.store(true, Ordering::Relaxed);
             self.changed.notify_all();
         } else if !full {
-            let mut parked = self.lock();
+            let mut parked = self.parked.lock();
             if parked.called {
                 parked.called = false;
                 self.settled.store(parked.has_one, Ordering::Relaxed);
             }
         }
         inside > 0 || seen != passed
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Parked> {
-        self.parked.lock()
     }
 }
 
@@ -191,14 +187,14 @@ mod tests {
     fn the_last_thread_hands_over_and_one_rests_until_it_is_called() {
         let dispatchers = Arc::new(Dispatchers::new(1));
         dispatchers.park();
-        assert!(!dispatchers.lock().has_one, "the only thread known must not rest");
+        assert!(!dispatchers.parked.lock().has_one, "the only thread known must not rest");
         let (tell, told) = mpsc::channel();
         let parked = Arc::clone(&dispatchers);
         let second = thread::spawn(move || {
             parked.park();
             tell.send(()).unwrap();
         });
-        while !dispatchers.lock().has_one {
+        while !dispatchers.parked.lock().has_one {
             thread::yield_now();
         }
         let stuck = dispatchers.enter().unwrap();
@@ -211,7 +207,7 @@ mod tests {
         second.join().unwrap();
         drop(stuck);
         dispatchers.look(|| true);
-        assert!(!dispatchers.lock().called);
+        assert!(!dispatchers.parked.lock().called);
     }
 
     #[test]
@@ -244,11 +240,11 @@ mod tests {
             first.park();
             wait.recv().unwrap();
         });
-        while dispatchers.lock().known == 0 {
+        while dispatchers.parked.lock().known == 0 {
             thread::yield_now();
         }
         let second = thread::spawn(move || second.park());
-        while !dispatchers.lock().has_one {
+        while !dispatchers.parked.lock().has_one {
             thread::yield_now();
         }
         go.send(()).unwrap();

@@ -32,7 +32,7 @@ use ckfs_host::{
     signal::{self, ENDING},
     systemd,
 };
-use ckfs_service::{Alive, AliveContent, Heartbeat, identity, steps::StepPlace};
+use ckfs_service::{Alive, AliveContent, identity, steps::StepPlace};
 use ckfs_volume::{Ino, NodeScope, Upkeep};
 use nix::sys::{
     signal::SigSet,
@@ -51,7 +51,6 @@ use crate::{
     connection::{self, Inheritance, Record, States},
     mounts::{MountError, MountOptions, UnmountOptions, adopt, check_host, is_passed, mount, set_read_ahead, unmount},
     open_mode::OpenModes,
-    requests::Dispatchers,
 };
 
 /// Blocks the signals that [`serve`] waits for, in this thread and the threads that it starts. Ignores the signals that mean
@@ -194,8 +193,6 @@ struct Lasting {
 struct Connected {
     mounted: Attached,
     running: Running,
-    heartbeat: Option<Heartbeat>,
-    dispatchers: Arc<Dispatchers>,
     device: OwnedFd,
     /// What the next process gets; none where there can be none.
     record: Option<(Record, Inheritance)>,
@@ -228,33 +225,26 @@ impl Connected {
                 (device, Attached::Own(mounted), None, record)
             }
         };
-        let begun = Self::begin(fs, (options, threads), (device, &mounted), before.zip(known.as_ref()), record);
-        if begun.is_err() && before.is_none() {
-            mounted.detach();
-        }
-        let (running, heartbeat, dispatchers, device, record) = begun?;
-        Ok(Self { mounted, running, heartbeat, dispatchers, device, record })
+        Self::begin(fs, (options, threads), (device, mounted), before.zip(known.as_ref()), record)
     }
 
     /// Begins the session and its threads.
-    #[expect(clippy::type_complexity, reason = "the parts of `Self`")]
+    /// Begins the session. A mount that is new is detached again if that fails.
     fn begin(
         fs: &Arc<dyn Upkeep>,
         (options, threads): (&MountOptions, usize),
-        (device, mounted): (OwnedFd, &Attached),
+        (device, mounted): (OwnedFd, Attached),
         before: Option<(&Taken, &Inheritance)>,
         record: Option<Record>,
-    ) -> Result<(Running, Option<Heartbeat>, Arc<Dispatchers>, OwnedFd, Option<(Record, Inheritance)>), MountError>
-    {
+    ) -> Result<Self, MountError> {
         let begin = || {
             let states = record.as_ref().map_or_else(|| Ok(States::Own(Mutex::default())), Record::states)?;
             let modes = OpenModes::new(states, device.try_clone()?);
             let adapter = KernelAdapter::new(Arc::clone(fs), options.passthrough, threads, modes)?;
-            let (passthrough, heartbeat, dispatchers) =
-                (adapter.passthrough(), adapter.heartbeat(), adapter.dispatchers());
             let mut config = fuser::Config::default();
             // One more than handles requests: the spare thread usually rests.
             config.n_threads = Some(threads + 1);
+            let (passthrough, threads) = (adapter.passthrough(), (adapter.heartbeat(), adapter.dispatchers()));
             let known = before.map(|(_, known)| known);
             let (session, mut known) = connection::begin(adapter, &device, config, known)?;
             if let Some((before, _)) = before {
@@ -266,17 +256,24 @@ impl Connected {
                 before.start(known.resends())?;
             } else {
                 passthrough.begin(fs.as_ref());
-                if let Attached::Own(mounted) = mounted {
+                if let Attached::Own(mounted) = &mounted {
                     known.device = mounted.device().to_string();
                     known.unique_id = mounted.unique_id();
                     known.options = options.of_mount();
                 }
             }
-            io::Result::Ok((session, heartbeat, dispatchers, known))
+            io::Result::Ok((session, threads, known))
         };
-        let (session, heartbeat, dispatchers, known) = begin().map_err(MountError::session)?;
-        let running = Running::start(session, fs)?;
-        Ok((running, heartbeat, dispatchers, device, record.map(|record| (record, known))))
+        let begun = begin().map_err(MountError::session);
+        match begun.and_then(|(session, threads, known)| Ok((Running::start(session, fs, threads)?, known))) {
+            Ok((running, known)) => Ok(Self { mounted, running, device, record: record.map(|record| (record, known)) }),
+            Err(error) => {
+                if before.is_none() {
+                    mounted.detach();
+                }
+                Err(error)
+            }
+        }
     }
 }
 
@@ -313,7 +310,7 @@ fn serve_lasting(
         }
         (connected, _) => connected?,
     };
-    let Connected { mounted, running, heartbeat, dispatchers, device, record } = connected;
+    let Connected { mounted, running, device, record } = connected;
     let (grace, drain, since) = (options.grace, options.drain, Instant::now());
     let mut supervisor = Supervisor {
         mounted,
@@ -325,8 +322,6 @@ fn serve_lasting(
         fs: Arc::clone(fs),
         log: log.clone(),
         since,
-        heartbeat,
-        dispatchers,
         offer: None,
         record: None,
         is_held: false,
@@ -360,19 +355,10 @@ fn serve_lasting(
     }
     on_ready();
     let exit = supervisor.run()?;
-    match exit {
-        Exit::Kept => {}
-        Exit::Replaced => keeper::release(keeper),
-        Exit::Unmounted
-        | Exit::Drained
-        | Exit::UnmountedOutside
-        | Exit::AbortedOutside
-        | Exit::Left
-        | Exit::Aborted => {
-            keeper::release(keeper);
-            if supervisor.is_held {
-                systemd::release();
-            }
+    if exit != Exit::Kept {
+        keeper::release(keeper);
+        if exit != Exit::Replaced && supervisor.is_held {
+            systemd::release();
         }
     }
     info!("{}: {exit:?}", supervisor.mounted.path().display());

@@ -59,16 +59,7 @@ pub enum Exit {
 impl Exit {
     /// Whether the mount ended as was requested, and no read was cut off by this process.
     pub const fn is_clean(self) -> bool {
-        match self {
-            Self::Unmounted
-            | Self::Drained
-            | Self::UnmountedOutside
-            | Self::AbortedOutside
-            | Self::Replaced
-            | Self::Kept
-            | Self::Left => true,
-            Self::Aborted => false,
-        }
+        !matches!(self, Self::Aborted)
     }
 }
 
@@ -115,16 +106,11 @@ impl Attached {
     }
 
     pub(super) fn detach(&self) {
-        match self {
-            Self::Own(mounted) => detach(mounted),
-            Self::Passed(_) => {}
+        if let Self::Own(mounted) = self
+            && let Err(error) = mounted.unmount(true)
+        {
+            error!("{error}");
         }
-    }
-}
-
-fn detach(mounted: &Mounted) {
-    if let Err(error) = mounted.unmount(true) {
-        error!("{error}");
     }
 }
 
@@ -136,10 +122,17 @@ pub(super) struct Running {
     ended: io::PipeReader,
     /// The connection to the kernel, to see its end.
     connection: OwnedFd,
+    /// The signs of life that systemd expects.
+    heartbeat: Option<Heartbeat>,
+    dispatchers: Arc<Dispatchers>,
 }
 
 impl Running {
-    pub(super) fn start(session: fuser::Session<KernelAdapter>, fs: &Arc<dyn Upkeep>) -> Result<Self, MountError> {
+    pub(super) fn start(
+        session: fuser::Session<KernelAdapter>,
+        fs: &Arc<dyn Upkeep>,
+        (heartbeat, dispatchers): (Option<Heartbeat>, Arc<Dispatchers>),
+    ) -> Result<Self, MountError> {
         let failed = MountError::system::<io::Error>("start a thread");
         let connection = session.as_fd().try_clone_to_owned().map_err(&failed)?;
         let (ended, alive) = io::pipe().map_err(&failed)?;
@@ -152,7 +145,7 @@ impl Running {
             drop(alive);
             result
         });
-        Ok(Self { thread: Some(thread.map_err(failed)?), changes, ended, connection })
+        Ok(Self { thread: Some(thread.map_err(failed)?), changes, ended, connection, heartbeat, dispatchers })
     }
 
     /// Fails if the threads are gone already, as when one of them did not start.
@@ -219,9 +212,6 @@ pub(super) struct Supervisor {
     pub(super) log: Log,
     /// When it began to serve.
     pub(super) since: Instant,
-    /// The signs of life that systemd expects.
-    pub(super) heartbeat: Option<Heartbeat>,
-    pub(super) dispatchers: Arc<Dispatchers>,
     /// What another process may take over.
     pub(super) offer: Option<Offer>,
     /// What the next process learns of this one.
@@ -308,7 +298,7 @@ impl Supervisor {
             }
         };
         loop {
-            if self.dispatchers.leave() {
+            if self.running.dispatchers.leave() {
                 if asking.take().is_some() {
                     tell(ALONE);
                 }
@@ -435,7 +425,7 @@ impl Supervisor {
             MountState::Gone => false,
         };
         if dead {
-            detach(mounted);
+            self.mounted.detach();
         }
         match result {
             Err(error) => Err(MountError::session(error)),
@@ -506,7 +496,7 @@ impl Supervisor {
     fn wait(&mut self, deadline: Option<Instant>) -> Result<Event, MountError> {
         let failed = MountError::system::<Errno>("wait for signals");
         loop {
-            if let Some(heartbeat) = &mut self.heartbeat {
+            if let Some(heartbeat) = &mut self.running.heartbeat {
                 heartbeat.beat();
             }
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
