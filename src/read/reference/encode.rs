@@ -6,7 +6,7 @@ use std::{num::NonZeroUsize, sync::Arc};
 
 use ckfs_tensor::{DType, EncodedMatrices, EncodedPart, Encoder, ExponentRule, MatrixFactor, View};
 use lru::LruCache;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::{
@@ -48,10 +48,8 @@ type Matrix = (u64, SmallVec<[u64; 4]>);
 
 /// Scales that one evaluator after the other needs: the same weights are in several files of a mount, and a scale of a large block or
 /// a factor takes as long as all the codes of it.
-#[derive(Clone, Debug)]
-pub struct KnownScales {
-    known: Arc<Mutex<Known>>,
-}
+#[derive(Clone, Debug, Default)]
+pub struct KnownScales(Arc<Mutex<Known>>);
 
 #[derive(Debug)]
 struct Known {
@@ -59,16 +57,9 @@ struct Known {
     factors: LruCache<Matrix, f32>,
 }
 
-impl Default for KnownScales {
+impl Default for Known {
     fn default() -> Self {
-        let known = Known { scales: LruCache::new(SCALES_KEPT), factors: LruCache::new(SCALES_KEPT) };
-        Self { known: Arc::new(Mutex::new(known)) }
-    }
-}
-
-impl KnownScales {
-    fn lock(&self) -> MutexGuard<'_, Known> {
-        self.known.lock()
+        Self { scales: LruCache::new(SCALES_KEPT), factors: LruCache::new(SCALES_KEPT) }
     }
 }
 
@@ -77,9 +68,8 @@ impl KnownScales {
 pub(super) struct ScalesByDefinition {
     /// The scale of the element before, which is mostly that of this one.
     last: Option<(Place, BlockScale)>,
-    scales: LruCache<Place, BlockScale>,
-    factors: LruCache<Matrix, f32>,
-    known: KnownScales,
+    own: Known,
+    shared: KnownScales,
 }
 
 /// Rows and columns of a block.
@@ -220,8 +210,8 @@ fn code(encoder: Encoder, quotient: f32) -> u64 {
 }
 
 impl ScalesByDefinition {
-    pub(super) fn new(known: KnownScales) -> Self {
-        Self { last: None, scales: LruCache::new(SCALES_KEPT), factors: LruCache::new(SCALES_KEPT), known }
+    pub(super) fn new(shared: KnownScales) -> Self {
+        Self { last: None, own: Known::default(), shared }
     }
 
     /// The bits of an element of what an encoder makes.
@@ -308,14 +298,24 @@ impl ScalesByDefinition {
         values: &mut Values<'_>,
     ) -> Result<f32, ReferenceError> {
         let key = (of.id(), outer.clone());
-        if let Some(factor) = self.factors.get(&key) {
+        if let Some(factor) = self.own.factors.get(&key) {
             return Ok(*factor);
         }
-        let known = self.known.lock().factors.get(&key).copied();
-        if let Some(factor) = known {
-            self.factors.put(key, factor);
-            return Ok(factor);
-        }
+        let shared = self.shared.0.lock().factors.get(&key).copied();
+        let factor = match shared {
+            Some(factor) => factor,
+            None => Self::made_factor(of, outer, values)?,
+        };
+        self.shared.0.lock().factors.put(key.clone(), factor);
+        self.own.factors.put(key, factor);
+        Ok(factor)
+    }
+
+    fn made_factor(
+        of: &EncodedMatrices,
+        outer: &SmallVec<[u64; 4]>,
+        values: &mut Values<'_>,
+    ) -> Result<f32, ReferenceError> {
         let mut greatest = 0f32;
         for (name, view) in of.together() {
             let extents = view.shape().extents();
@@ -323,26 +323,16 @@ impl ScalesByDefinition {
             let (low, high) = Self::bounds((name, view), outer, 0..rows, &(0..columns), values)?;
             greatest = greatest.max(high).max(-low);
         }
-        let factor = match of.bands().encoder() {
-            Encoder::Nvfp4(MatrixFactor::Divides) => {
+        let Encoder::Nvfp4(rule) = of.bands().encoder() else {
+            return Ok(if_zero(over(greatest, 448.0), f32::EPSILON));
+        };
+        Ok(match rule {
+            MatrixFactor::Divides => {
                 let factor = times(over(1.0, greatest.max(f32::MIN_POSITIVE)), 2688.0);
                 if factor.is_finite() { factor } else { 1.0 }
             }
-            Encoder::Nvfp4(MatrixFactor::Multiplies) => if_zero(over(greatest, 2688.0), 1.0),
-            Encoder::Fp8Block { .. }
-            | Encoder::Fp8Channel
-            | Encoder::Fp8Tensor
-            | Encoder::Mxfp8(_)
-            | Encoder::Mxfp4
-            | Encoder::Int8Channel
-            | Encoder::Int4 { .. }
-            | Encoder::Affine { .. }
-            | Encoder::MlxMxfp4
-            | Encoder::Q8_0 => if_zero(over(greatest, 448.0), f32::EPSILON),
-        };
-        self.known.lock().factors.put(key.clone(), factor);
-        self.factors.put(key, factor);
-        Ok(factor)
+            MatrixFactor::Multiplies => if_zero(over(greatest, 2688.0), 1.0),
+        })
     }
 
     /// The scale of a block.
@@ -359,7 +349,12 @@ impl ScalesByDefinition {
         {
             return Ok(*scale);
         }
-        let scale = self.found_scale(of, &key, values)?;
+        let own = self.own.scales.get(&key).copied();
+        let scale = match own {
+            Some(scale) => scale,
+            None => self.found_scale(of, &key, values)?,
+        };
+        self.own.scales.put(key.clone(), scale);
         self.last = Some((key, scale));
         Ok(scale)
     }
@@ -371,9 +366,6 @@ impl ScalesByDefinition {
         key: &Place,
         values: &mut Values<'_>,
     ) -> Result<BlockScale, ReferenceError> {
-        if let Some(scale) = self.scales.get(key) {
-            return Ok(*scale);
-        }
         let (_, outer, row, column) = key;
         let (row, column) = (*row, *column);
         let encoder = of.bands().encoder();
@@ -383,9 +375,8 @@ impl ScalesByDefinition {
         let range = |at: u64, size: u64, end: u64| at * size..((at + 1) * size).min(end);
         let (rows, columns) = (range(row, block_rows, rows), range(column, block_columns, columns));
         let is_shared = (rows.end - rows.start) * (columns.end - columns.start) >= SHARED_BLOCK;
-        let known = if is_shared { self.known.lock().scales.get(key).copied() } else { None };
-        if let Some(scale) = known {
-            self.scales.put(key.clone(), scale);
+        let shared = if is_shared { self.shared.0.lock().scales.get(key).copied() } else { None };
+        if let Some(scale) = shared {
             return Ok(scale);
         }
         let given = match of.given() {
@@ -401,21 +392,16 @@ impl ScalesByDefinition {
             BlockScale::plain(u64::from(divisor.to_bits()), divisor)
         } else {
             let (least, greatest) = Self::bounds((of.name(), of.input()), outer, rows, &columns, values)?;
-            if let Encoder::Affine { bits, .. } = encoder {
-                let scale = affine(of.input().dtype(), bits, (least, greatest));
-                self.scales.put(key.clone(), scale);
-                return Ok(scale);
-            }
-            let greatest = greatest.max(-least);
-            match given {
-                Some(exponent) => exponent_scale(exponent),
-                None => self.scale_of(of, outer, greatest, values)?,
+            let magnitude = greatest.max(-least);
+            match (encoder, given) {
+                (Encoder::Affine { bits, .. }, _) => affine(of.input().dtype(), bits, (least, greatest)),
+                (_, Some(exponent)) => exponent_scale(exponent),
+                (_, None) => self.scale_of(of, outer, magnitude, values)?,
             }
         };
         if is_shared {
-            self.known.lock().scales.put(key.clone(), scale);
+            self.shared.0.lock().scales.put(key.clone(), scale);
         }
-        self.scales.put(key.clone(), scale);
         Ok(scale)
     }
 
