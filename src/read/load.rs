@@ -8,7 +8,6 @@
 //! the memory stays until the thread returns.
 
 use std::{
-    any::Any,
     collections::{BTreeSet, VecDeque},
     ops::Range,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -23,7 +22,7 @@ use ckfs_image::Segment;
 use ckfs_source::{FileId, RemoteSource};
 use ckfs_sync::{Pool, PoolOptions};
 use ckfs_tensor::{Tiling, to_usize};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 
 use super::{Engine, PreparedFile, ReadError};
 
@@ -156,10 +155,6 @@ impl Engine {
 }
 
 impl Loading {
-    fn lock(&self) -> MutexGuard<'_, LoadProgress> {
-        self.progress.lock()
-    }
-
     /// Bytes made so far.
     pub fn made_bytes(&self) -> u64 {
         self.made_bytes.load(Ordering::Relaxed)
@@ -167,7 +162,7 @@ impl Loading {
 
     /// Has the threads stop after the parts that they are making.
     pub fn stop(&self) {
-        let mut progress = self.lock();
+        let mut progress = self.progress.lock();
         progress.left -= progress.parts.len();
         let dropped = std::mem::take(&mut progress.parts);
         drop(progress);
@@ -178,7 +173,7 @@ impl Loading {
     /// Waits until no thread makes a part, at most for `time`. Returns whether that is so.
     pub fn wait(&self, time: Duration) -> bool {
         let until = Instant::now() + time;
-        let mut progress = self.lock();
+        let mut progress = self.progress.lock();
         while progress.left > 0 {
             let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) else {
                 return false;
@@ -194,7 +189,7 @@ impl Loading {
     /// # Errors
     /// The failure; the content of all memory is then unspecified.
     pub fn result(&self) -> Result<(), ReadError> {
-        if let Some(error) = &self.lock().error {
+        if let Some(error) = &self.progress.lock().error {
             return Err(error.clone());
         }
         self.engine.note_stalls();
@@ -212,12 +207,9 @@ impl Loading {
                 let bytes = target.len() as u64;
                 engine.make_span(&part.file, part.start, target).map(|()| bytes)
             }));
-            let made = made.unwrap_or_else(|panic: Box<dyn Any + Send>| {
-                drop(panic);
-                Err(ReadError::Panicked)
-            });
+            let made = made.unwrap_or(Err(ReadError::Panicked));
             let mut dropped = VecDeque::new();
-            let mut progress = self.lock();
+            let mut progress = self.progress.lock();
             progress.left -= 1;
             match made {
                 Ok(bytes) => {
@@ -244,7 +236,7 @@ impl Loading {
         let engine = &self.engine;
         let most = engine.source().remote().map_or_else(|| engine.most_pages_ahead(), RemoteSource::ahead_bytes);
         let mut requests = Vec::new();
-        let mut progress = self.lock();
+        let mut progress = self.progress.lock();
         let part = progress.parts.pop_front()?;
         if progress.ahead_parts > 0 {
             progress.ahead_parts -= 1;

@@ -28,7 +28,7 @@ use ckfs_source::{RemoteSource, Replied, SourceError};
 use ckfs_sync::Reservation;
 use ckfs_tensor::{WorkSlice, to_usize};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use rustix::fs::{FallocateFlags, fallocate};
 
 use super::{Engine, PreparedFile, ReadError, counters::add, reader::SegmentReader};
@@ -248,7 +248,7 @@ impl Materializing {
     /// Has all threads of the engine make the remaining pieces; one of them then calls `done`. If the engine ends before, `done`
     /// is dropped.
     pub fn make_all(self: &Arc<Self>, done: impl FnOnce(Result<(), MaterializeError>) + Send + 'static) {
-        self.lock().done = Some(Box::new(done));
+        self.progress.lock().done = Some(Box::new(done));
         let first = Arc::clone(self);
         // Lowering the views of a file with many of them may take a while. The caller need not wait for it.
         self.engine.rooms.workers.submit(move || {
@@ -267,7 +267,7 @@ impl Materializing {
     /// [`MaterializeError`]; the content of the target is then unspecified.
     pub fn make_here(&self) -> Result<(), MaterializeError> {
         let (tell, told) = std::sync::mpsc::channel();
-        self.lock().done = Some(Box::new(move |result| drop(tell.send(result))));
+        self.progress.lock().done = Some(Box::new(move |result| drop(tell.send(result))));
         self.work();
         told.recv().unwrap_or(Err(ReadError::Internal { what: "another thread still makes a piece" }.into()))
     }
@@ -319,7 +319,7 @@ impl Materializing {
 
     /// Waits until a piece is made, or makes it. Returns whether the piece is made.
     fn have(&self, index: usize, pieces: &[FilePiece], map: &mut Option<MmapMut>) -> bool {
-        let mut progress = self.lock();
+        let mut progress = self.progress.lock();
         loop {
             if self.failed.load(Ordering::Relaxed) {
                 return false;
@@ -330,7 +330,7 @@ impl Materializing {
                     progress.states[index] = PieceState::Taken;
                     drop(progress);
                     self.make(index, pieces[index], map);
-                    progress = self.lock();
+                    progress = self.progress.lock();
                 }
                 PieceState::Taken => {
                     let waited = self.changed.wait_for(&mut progress, GIVE_UP_PERIOD);
@@ -346,15 +346,11 @@ impl Materializing {
         self.engine.rooms.workers.count().max(1)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock()
-    }
-
     fn pieces(&self) -> Result<&[FilePiece], ReadError> {
         let cut = self.pieces.get_or_init(|| {
             let sliced = matches!(self.target, MaterializeTarget::Memory(_));
             let pieces = self.engine.pieces(&self.file, self.threads() as u64, sliced)?;
-            let mut progress = self.lock();
+            let mut progress = self.progress.lock();
             progress.states = vec![PieceState::Free; pieces.len()];
             progress.left = pieces.len();
             Ok(pieces)
@@ -377,7 +373,7 @@ impl Materializing {
     }
 
     fn take_next(&self) -> Option<usize> {
-        let mut progress = self.lock();
+        let mut progress = self.progress.lock();
         if self.failed.load(Ordering::Relaxed) {
             return None;
         }
@@ -394,7 +390,7 @@ impl Materializing {
         if let Err(error) = made.unwrap_or(Err(ReadError::Panicked.into())) {
             return self.fail(error);
         }
-        let mut progress = self.lock();
+        let mut progress = self.progress.lock();
         progress.states[index] = PieceState::Made;
         progress.left -= 1;
         drop(progress);
@@ -454,27 +450,18 @@ impl Materializing {
 
     /// Notes the first failure and wakes all threads that wait.
     fn fail(&self, error: MaterializeError) {
-        let mut progress = self.lock();
+        let mut progress = self.progress.lock();
         self.failed.store(true, Ordering::Relaxed);
-        let error = progress.error.take().unwrap_or(error);
-        let done = progress.done.take();
-        // A later call that requests all of the file receives the failure too.
-        if done.is_none() {
-            progress.error = Some(error);
-            drop(progress);
-            self.changed.notify_all();
-            return;
-        }
+        // A later call that requests all of the file receives it too.
+        progress.error.get_or_insert(error);
         drop(progress);
         self.changed.notify_all();
-        if let Some(done) = done {
-            done(Err(error));
-        }
+        self.finish_if_made();
     }
 
-    /// Calls `done` with the result, if all pieces are made and all of the file was requested.
+    /// Calls `done` with the result, if all pieces are made or one failed, and all of the file was requested.
     fn finish_if_made(&self) {
-        let mut progress = self.lock();
+        let mut progress = self.progress.lock();
         let failed = self.failed.load(Ordering::Relaxed);
         if !failed && progress.left > 0 {
             return;

@@ -93,16 +93,9 @@ impl<'a> SegmentReader<'a> {
     pub(super) fn copy_into(&self, low: u64, high: u64, target: &mut [u8]) -> Result<(), ReadError> {
         if let SegmentContent::View(prepared) = &self.content
             && prepared.grid.is_none()
+            && self.fill(prepared, (low, high), target, Stores::Cached)?
         {
-            let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
-            if let Some((source, start, _)) = self.single_run(tiling, low, high) {
-                return engine.copy_source(source, start, target, Path::Contiguous);
-            }
-            if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
-                engine.fill_checked(tiling, low / unit..high / unit, target, FillMode::cached(Path::Contiguous))?;
-                engine.counters.serve(Path::Contiguous, high - low);
-                return Ok(());
-            }
+            return Ok(());
         }
         self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes))
     }
@@ -112,23 +105,36 @@ impl<'a> SegmentReader<'a> {
         let SegmentContent::View(prepared) = &self.content else {
             return self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes));
         };
+        if self.fill(prepared, (low, high), target, Stores::Streamed)? {
+            return Ok(());
+        }
+        self.read_alone(prepared, low, high, &mut |bytes| target.copy_from_slice(bytes))
+    }
+
+    /// Makes a span in `target` itself, if it is one run of a file or whole units; returns whether it is.
+    fn fill(
+        &self,
+        prepared: &LoweredSegment,
+        (low, high): (u64, u64),
+        target: &mut [u8],
+        stores: Stores,
+    ) -> Result<bool, ReadError> {
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
         let path = path(prepared);
         if prepared.grid.is_none()
             && let Some((source, start, _)) = self.single_run(tiling, low, high)
         {
             // The kernel finds the pages of a file faster by `pread` than through a map.
-            engine.source().read_into(source, start, target)?;
-            engine.check_touched(&[source])?;
-            engine.counters.fetch(path, high - low);
-        } else if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
-            let mode = FillMode { path, stores: Stores::Streamed, slice: WorkSlice::WHOLE };
-            engine.fill_checked(tiling, low / unit..high / unit, target, mode)?;
-        } else {
-            return self.read_alone(prepared, low, high, &mut |bytes| target.copy_from_slice(bytes));
+            engine.copy_source(source, start, target, path)?;
+            return Ok(true);
         }
-        engine.counters.serve(path, high - low);
-        Ok(())
+        let is_whole = low.is_multiple_of(unit) && high.is_multiple_of(unit);
+        if is_whole {
+            let mode = FillMode { stores, ..FillMode::cached(path) };
+            engine.fill_checked(tiling, low / unit..high / unit, target, mode)?;
+            engine.counters.serve(path, high - low);
+        }
+        Ok(is_whole)
     }
 
     /// Makes a work slice of a span that transposes its source. The span begins and ends between rows. The rest of the target
