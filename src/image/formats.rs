@@ -45,7 +45,7 @@ pub fn layout(input: &Arc<FormatInput>) -> Result<(Directory, Vec<OmittedFormat>
                     explain(&mut shown.directory, &found);
                     lacking.push(found);
                 }
-                if let Err(name) = all.merge(shown.directory) {
+                if let Err(name) = all.merge(shown.directory, &|shown| shown) {
                     problems.push(Problem::File { file: name, reason: "two formats have this name".to_owned() });
                 }
             }

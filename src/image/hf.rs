@@ -12,8 +12,8 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     output::{
-        DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat,
-        TextFile, VirtualFile,
+        DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, Shown, TextFile,
+        VirtualFile,
     },
     safetensors_layout::{self, safetensors},
 };
@@ -70,9 +70,9 @@ fn mirrored<'a>(root: &'a mut Directory, path: &str) -> Option<&'a mut Directory
 ///
 /// # Errors
 /// The tensors cannot be laid out in a file.
-pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryEntry, Problem> {
+pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<Shown, Problem> {
     let HfFile { path, content } = &input.plan.hf[number];
-    Ok(DirectoryEntry::File(match content {
+    Ok(Shown::File(match content {
         HfContent::Original(file) => return Ok(unchanged(input, *file)),
         HfContent::Text(rewritten) => return Ok(text(input, path, rewritten)),
         HfContent::Weights { tensors, metadata } => {
@@ -89,18 +89,18 @@ pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<DirectoryE
 }
 
 /// A file of the source, unchanged.
-pub(super) fn unchanged(input: &FormatInput, file: FileId) -> DirectoryEntry {
+pub(super) fn unchanged(input: &FormatInput, file: FileId) -> Shown {
     let len_bytes = input.checkpoint.source().len_bytes(file);
-    DirectoryEntry::File(Arc::new(OriginalFile { file, len_bytes }))
+    Shown::File(Arc::new(OriginalFile { file, len_bytes }))
 }
 
 /// A text in place of the repository's own at a path.
-pub(super) fn text(input: &FormatInput, path: &str, text: &[u8]) -> DirectoryEntry {
+pub(super) fn text(input: &FormatInput, path: &str, text: &[u8]) -> Shown {
     // The configuration is rewritten from the repository's one. An index names tensors.
     let file = original(&input.checkpoint, path);
     let all_tensors = file.is_none() || path.ends_with(".index.json");
     let derived = DerivedFrom::Repository { file, views: Vec::new(), all_tensors };
-    DirectoryEntry::File(Arc::new(TextFile::new(text, derived)))
+    Shown::File(Arc::new(TextFile::new(text, derived)))
 }
 
 /// The repository's own file at a path.

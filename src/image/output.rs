@@ -324,9 +324,15 @@ pub trait Subtree: Send + Sync {
 }
 
 /// An entry of a directory.
-pub enum DirectoryEntry {
+pub enum DirectoryEntry<T> {
     /// A directory.
-    Directory(Directory),
+    Directory(Directory<T>),
+    /// Anything else.
+    Leaf(T),
+}
+
+/// What a format shows, but for directories.
+pub enum Shown {
     /// A file.
     File(Arc<dyn VirtualFile>),
     /// A symbolic link with its target.
@@ -336,48 +342,70 @@ pub enum DirectoryEntry {
 }
 
 /// A directory.
-#[derive(Default)]
-pub struct Directory {
+pub struct Directory<T = Shown> {
     /// By name.
-    pub entries: BTreeMap<String, DirectoryEntry>,
+    pub entries: BTreeMap<String, DirectoryEntry<T>>,
     /// Path of the repository's directory that it mirrors: it may be listed and traversed by the same users.
     pub mirrors: Option<String>,
 }
 
-impl Directory {
+impl<T> Default for Directory<T> {
+    fn default() -> Self {
+        Self { entries: BTreeMap::new(), mirrors: None }
+    }
+}
+
+impl<T> Directory<T> {
     /// The directory `name`, added if it is missing; `None` if another entry has the name.
     pub fn directory(&mut self, name: &str) -> Option<&mut Self> {
         match self.entries.entry(name.to_owned()).or_insert_with(|| DirectoryEntry::Directory(Self::default())) {
             DirectoryEntry::Directory(directory) => Some(directory),
-            DirectoryEntry::File(_) | DirectoryEntry::Link(_) | DirectoryEntry::Subtree(_) => None,
+            DirectoryEntry::Leaf(_) => None,
         }
     }
 
     /// Adds an entry; false if the name is in use.
-    pub fn add(&mut self, name: &str, entry: DirectoryEntry) -> bool {
+    pub fn add(&mut self, name: &str, entry: T) -> bool {
         let is_free = !self.entries.contains_key(name);
         if is_free {
-            self.entries.insert(name.to_owned(), entry);
+            self.entries.insert(name.to_owned(), DirectoryEntry::Leaf(entry));
         }
         is_free
     }
 
+    /// Adds the entries of `other`, each as `of` makes it; directories of the same name are merged.
+    ///
+    /// # Errors
+    /// The name of an entry that both have.
+    pub fn merge<S>(&mut self, other: Directory<S>, of: &dyn Fn(S) -> T) -> Result<(), String> {
+        self.mirrors = self.mirrors.take().or(other.mirrors);
+        other.entries.into_iter().try_for_each(|(name, entry)| match entry {
+            DirectoryEntry::Directory(directory) => match self.directory(&name) {
+                Some(known) => known.merge(directory, of),
+                None => Err(name),
+            },
+            DirectoryEntry::Leaf(entry) => self.add(&name, of(entry)).then_some(()).ok_or(name),
+        })
+    }
+}
+
+impl Directory {
     /// Adds a file; false if the name is in use.
     pub fn file(&mut self, name: &str, file: impl VirtualFile + 'static) -> bool {
-        self.add(name, DirectoryEntry::File(Arc::new(file)))
+        self.add(name, Shown::File(Arc::new(file)))
     }
 
     /// Adds a subtree; false if the name is in use.
     pub fn subtree(&mut self, name: &str, subtree: impl Subtree + 'static) -> bool {
-        self.add(name, DirectoryEntry::Subtree(Arc::new(subtree)))
+        self.add(name, Shown::Subtree(Arc::new(subtree)))
     }
 
     /// Number of files, here and below, that hold all tensors of a device.
     pub fn bundles(&self) -> usize {
-        let count = |entry: &DirectoryEntry| match entry {
+        let count = |entry: &DirectoryEntry<Shown>| match entry {
             DirectoryEntry::Directory(directory) => directory.bundles(),
-            DirectoryEntry::File(file) => usize::from(file.is_bundle()),
-            DirectoryEntry::Link(_) | DirectoryEntry::Subtree(_) => 0,
+            DirectoryEntry::Leaf(Shown::File(file)) => usize::from(file.is_bundle()),
+            DirectoryEntry::Leaf(Shown::Link(_) | Shown::Subtree(_)) => 0,
         };
         self.entries.values().map(count).sum()
     }
@@ -387,22 +415,6 @@ impl Directory {
         let mut inner = Self::default();
         fill(&mut inner);
         Self { entries: BTreeMap::from([(name.to_owned(), DirectoryEntry::Directory(inner))]), mirrors: None }
-    }
-
-    /// Adds the entries of `other`; directories of the same name are merged.
-    ///
-    /// # Errors
-    /// The name of an entry that both have.
-    pub fn merge(&mut self, other: Self) -> Result<(), String> {
-        self.mirrors = self.mirrors.take().or(other.mirrors);
-        other.entries.into_iter().try_for_each(|(name, entry)| match (self.entries.get_mut(&name), entry) {
-            (Some(DirectoryEntry::Directory(known)), DirectoryEntry::Directory(directory)) => known.merge(directory),
-            (Some(_), _) => Err(name),
-            (None, entry) => {
-                self.entries.insert(name, entry);
-                Ok(())
-            }
-        })
     }
 }
 
@@ -437,8 +449,8 @@ mod tests {
         let text = || TextFile::new([1; 3], DerivedFrom::Tensors);
         let of = |inner: &str| Directory::with("a", |a| assert!(a.file(inner, text())));
         let mut all = of("x");
-        assert_eq!(all.merge(of("y")), Ok(()));
-        assert_eq!(all.merge(of("y")), Err("y".to_owned()));
+        assert_eq!(all.merge(of("y"), &|shown| shown), Ok(()));
+        assert_eq!(all.merge(of("y"), &|shown| shown), Err("y".to_owned()));
         let Some(DirectoryEntry::Directory(a)) = all.entries.get("a") else { panic!("a directory") };
         assert_eq!(a.entries.keys().collect::<Vec<_>>(), ["x", "y"]);
         assert!(!all.file("a", text()), "a name is taken once");

@@ -10,7 +10,7 @@ use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
     name_tree::NameTree,
-    output::{Directory, DirectoryEntry, FormatFiles, OutputFormat},
+    output::{Directory, FormatFiles, OutputFormat, Shown},
     tensor_files::{Encoding, TensorFiles},
 };
 
@@ -48,7 +48,7 @@ impl OutputFormat for RawFormat {
         {
             for device in &plan.devices {
                 let target = format!("../dev{device}").into_boxed_str();
-                mesh.add(&plan.mesh.path(*device).join(","), DirectoryEntry::Link(target));
+                mesh.add(&plan.mesh.path(*device).join(","), Shown::Link(target));
             }
         }
         Ok(directory.into())

@@ -11,7 +11,7 @@ use super::{
     file_image::{FileImage, ImageError},
     hf::unchanged,
     input::FormatInput,
-    output::{DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, OutputFormat, TextFile, VirtualFile},
+    output::{DerivedFrom, Directory, FileContent, FormatFiles, OutputFormat, Shown, TextFile, VirtualFile},
     safetensors_layout::NamedView,
     torch_archive::{Root, archive_of_values, push_archive, push_pickled},
 };
@@ -47,7 +47,7 @@ impl OutputFormat for Universal {
                 let (input, views, path) = (Arc::clone(input), Arc::clone(&views), path.clone());
                 let file = ArchiveFile { input, views, path };
                 file.image().map_err(|ImageError(reason)| vec![Problem::File { file: file.path.clone(), reason }])?;
-                DirectoryEntry::File(Arc::new(file))
+                Shown::File(Arc::new(file))
             };
             let mut names = path.split('/');
             let name = names.next_back().unwrap_or_default();

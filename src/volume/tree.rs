@@ -4,12 +4,11 @@
 //! shows as a [`Subtree`] has a block with one number per node. A thousand devices cost a thousand blocks, each one row of a table.
 
 use std::{
-    collections::BTreeMap,
     hash::{Hash, Hasher},
     sync::{Arc, OnceLock},
 };
 
-use ckfs_image::{Directory, DirectoryEntry, OWN, Subtree, VirtualFile};
+use ckfs_image::{Directory, DirectoryEntry, OWN, Shown, Subtree, VirtualFile};
 use ckfs_source::permission::Permission;
 
 use super::file_system::Ino;
@@ -83,85 +82,48 @@ pub(super) struct NodeTree {
 }
 
 /// A tree under construction: directories by path, before nodes have numbers.
-#[derive(Default)]
-pub(super) struct TreeBuilder {
-    entries: BTreeMap<String, BuilderChild>,
-    mirrors: Option<String>,
-}
+pub(super) type TreeBuilder = Directory<TreeLeaf>;
 
-enum BuilderChild {
-    Directory(TreeBuilder),
-    File(FixedKind),
+/// A node under construction, but for directories.
+pub(super) enum TreeLeaf {
+    Fixed(FixedKind),
     Subtree { view: u32, subtree: Arc<dyn Subtree> },
 }
 
-impl TreeBuilder {
-    /// The directory `name`, added if it is missing; `None` if another node has the name.
-    pub(super) fn directory(&mut self, name: &str) -> Option<&mut Self> {
-        match self.entries.entry(name.to_owned()).or_insert_with(|| BuilderChild::Directory(Self::default())) {
-            BuilderChild::Directory(directory) => Some(directory),
-            BuilderChild::File(_) | BuilderChild::Subtree { .. } => None,
+impl TreeLeaf {
+    /// What view number `view` shows.
+    pub(super) fn of(view: u32, shown: Shown) -> Self {
+        match shown {
+            Shown::File(file) => Self::Fixed(FixedKind::File(FileNode { view, file, permission: OnceLock::new() })),
+            Shown::Link(target) => Self::Fixed(FixedKind::Symlink(target)),
+            Shown::Subtree(subtree) => Self::Subtree { view, subtree },
         }
     }
 
-    /// Adds one of the mount's own files.
-    pub(super) fn file(&mut self, name: &str, file: impl VirtualFile + 'static) {
-        let file = FileNode { view: 0, file: Arc::new(file), permission: OnceLock::new() };
-        self.entries.insert(name.to_owned(), BuilderChild::File(FixedKind::File(file)));
-    }
-
-    /// Adds a file whose content is generated for each reader.
-    pub(super) fn live(&mut self, name: &str, live: Live) {
-        self.entries.insert(name.to_owned(), BuilderChild::File(FixedKind::Live(live)));
-    }
-
-    /// Adds the nodes of view number `view`; directories of the same name are merged.
-    ///
-    /// # Errors
-    /// The name of an entry that exists already.
-    pub(super) fn add(&mut self, view: u32, shown: Directory) -> Result<(), String> {
-        self.mirrors = self.mirrors.take().or(shown.mirrors);
-        shown.entries.into_iter().try_for_each(|(name, entry)| {
-            let child = match entry {
-                DirectoryEntry::Directory(directory) => {
-                    return match self.directory(&name) {
-                        Some(known) => known.add(view, directory),
-                        None => Err(name),
-                    };
-                }
-                DirectoryEntry::File(file) => {
-                    BuilderChild::File(FixedKind::File(FileNode { view, file, permission: OnceLock::new() }))
-                }
-                DirectoryEntry::Link(target) => BuilderChild::File(FixedKind::Symlink(target)),
-                DirectoryEntry::Subtree(subtree) => BuilderChild::Subtree { view, subtree },
-            };
-            if self.entries.contains_key(&name) {
-                return Err(name);
-            }
-            self.entries.insert(name, child);
-            Ok(())
-        })
-    }
-
-    fn fixed_count(&self) -> u64 {
-        let count = |child: &BuilderChild| match child {
-            BuilderChild::Directory(directory) => directory.fixed_count(),
-            BuilderChild::File(_) => 1,
-            BuilderChild::Subtree { .. } => 0,
-        };
-        1 + self.entries.values().map(count).sum::<u64>()
-    }
-
-    /// Gives every node its number.
-    pub(super) fn build(self) -> NodeTree {
-        let mut tree = NodeTree { fixed: Vec::new(), blocks: Vec::new(), mirrors: Vec::new() };
-        let mut next_block = Ino::ROOT.0 + self.fixed_count();
-        tree.build(self, Ino::ROOT, false, &mut next_block);
-        tree
+    /// One of the mount's own files.
+    pub(super) fn own(file: impl VirtualFile + 'static) -> Self {
+        Self::of(0, Shown::File(Arc::new(file)))
     }
 }
 
+fn fixed_count(directory: &TreeBuilder) -> u64 {
+    let count = |child: &DirectoryEntry<TreeLeaf>| match child {
+        DirectoryEntry::Directory(directory) => fixed_count(directory),
+        DirectoryEntry::Leaf(TreeLeaf::Fixed(_)) => 1,
+        DirectoryEntry::Leaf(TreeLeaf::Subtree { .. }) => 0,
+    };
+    1 + directory.entries.values().map(count).sum::<u64>()
+}
+
 impl NodeTree {
+    /// Gives every node its number.
+    pub(super) fn new(root: TreeBuilder) -> Self {
+        let mut tree = Self { fixed: Vec::new(), blocks: Vec::new(), mirrors: Vec::new() };
+        let mut next_block = Ino::ROOT.0 + fixed_count(&root);
+        tree.build(root, Ino::ROOT, false, &mut next_block);
+        tree
+    }
+
     fn build(&mut self, builder: TreeBuilder, parent: Ino, is_own: bool, next_block: &mut u64) -> Ino {
         let at = self.fixed.len();
         let ino = Ino(Ino::ROOT.0 + at as u64);
@@ -171,14 +133,14 @@ impl NodeTree {
         let mut listed = Vec::with_capacity(builder.entries.len());
         let mut directories = 0;
         for (name, child) in builder.entries {
-            directories += u32::from(!matches!(child, BuilderChild::File(_)));
+            directories += u32::from(!matches!(child, DirectoryEntry::Leaf(TreeLeaf::Fixed(_))));
             let child = match child {
-                BuilderChild::Directory(directory) => self.build(directory, ino, is_own || name == OWN, next_block),
-                BuilderChild::File(kind) => {
+                DirectoryEntry::Directory(directory) => self.build(directory, ino, is_own || name == OWN, next_block),
+                DirectoryEntry::Leaf(TreeLeaf::Fixed(kind)) => {
                     self.fixed.push(FixedNode { parent: ino, is_own, kind });
                     Ino(Ino::ROOT.0 + self.fixed.len() as u64 - 1)
                 }
-                BuilderChild::Subtree { view, subtree } => {
+                DirectoryEntry::Leaf(TreeLeaf::Subtree { view, subtree }) => {
                     let (first, len) = (*next_block, subtree.nodes());
                     *next_block += len;
                     self.blocks.push(SubtreeBlock { first, len, parent: ino, view, subtree });

@@ -27,7 +27,7 @@ use super::{
     open_files::{Open, PreparedFileCache},
     permissions::{Permissions, readers, readers_text},
     stats,
-    tree::{Live, NodeTree, TreeBuilder},
+    tree::{FixedKind, Live, NodeTree, TreeBuilder, TreeLeaf},
     watched::Watched,
 };
 
@@ -126,7 +126,10 @@ impl Volume {
                     remarks.push_str(&unavailable_text(&view.name, &lacking));
                     add_bundles(&mut bundles, &view.plan, &shown);
                     let directory = if view.name.is_empty() { Some(&mut root) } else { root.directory(&view.name) };
-                    let added = directory.map_or_else(|| Err(view.name.clone()), |at| at.add(number, shown));
+                    let added = directory.map_or_else(
+                        || Err(view.name.clone()),
+                        |at| at.merge(shown, &|shown| TreeLeaf::of(number, shown)),
+                    );
                     let taken = "the name is taken by another view".to_owned();
                     problems.extend(added.err().map(|file| Problem::File { file, reason: taken }));
                 }
@@ -144,18 +147,19 @@ impl Volume {
         remarks.push_str(&readers_text(&readers(checkpoint, &mounter, &options.overrides)));
         if let Some(directory) = root.directory(OWN) {
             let text = |text: String| TextFile::new(text.into_bytes(), DerivedFrom::Everything);
-            directory.live("stats.json", Live::Stats);
-            directory.live("metrics", Live::Metrics);
-            directory.file("config.toml", text(options.config_text));
+            directory.add("stats.json", TreeLeaf::Fixed(FixedKind::Live(Live::Stats)));
+            directory.add("metrics", TreeLeaf::Fixed(FixedKind::Live(Live::Metrics)));
+            directory.add("config.toml", TreeLeaf::own(text(options.config_text)));
             // The text goes through all tensors, and few mounts are asked for it.
-            directory.file("plan.txt", LazyFile::new(plan_text(checkpoint, &views, remarks), DerivedFrom::Everything));
+            let plan = LazyFile::new(plan_text(checkpoint, &views, remarks), DerivedFrom::Everything);
+            directory.add("plan.txt", TreeLeaf::own(plan));
         }
         if !problems.is_empty() {
             return Err(PlanError { problems });
         }
         let views: Vec<Arc<Plan>> = views.into_iter().map(|view| view.plan).collect();
         let remount = Some(options.remount).filter(|command| !command.is_empty());
-        let tree = root.build();
+        let tree = NodeTree::new(root);
         let permissions = Permissions::new(checkpoint, &views, &tree, mounter, options.overrides);
         let watched = Arc::<Watched>::default();
         // Also where no read finds it: bytes of a remote object are compared when all of them have come.
