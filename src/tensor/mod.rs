@@ -31,7 +31,6 @@ mod lower;
 pub mod mosaic;
 pub mod pages;
 mod part;
-mod piece_runs;
 mod product;
 pub mod shape;
 pub mod span;

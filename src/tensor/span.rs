@@ -9,7 +9,7 @@
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    Digit, Operand, Value,
+    Digit, Operand, Origin, Piece, TensorId, Tiling, Value,
     gather::Loop,
     pages::ByteRuns,
     part::{for_each_nest, split_at_borders},
@@ -58,7 +58,7 @@ pub fn needs<'a>(value: &'a Value, offset: u64, loops: &[Loop]) -> SmallVec<[Nee
 }
 
 /// The bytes of `operand` that the elements at `offset` and these loops (their source strides) need.
-pub(crate) fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Vec<ByteRuns> {
+fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Vec<ByteRuns> {
     let mut elements: Loops = loops.iter().map(|l| Loop { target_stride: l.source_stride, ..*l }).collect();
     elements.retain(|l| l.source_stride > 0);
     normalize(&mut elements);
@@ -158,7 +158,7 @@ fn digit_ranges(digit: &Digit, low: u64, high: u64) -> SmallVec<[(u64, u64); 1]>
 
 /// Loops over fields of `width` bits as runs of bytes. By rising stride: first the loops that continue a run, then each loop
 /// that continues the one inside it.
-pub(crate) fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) -> ByteRuns {
+fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) -> ByteRuns {
     let mut loops: SmallVec<[(u64, u64); 8]> = loops.filter(|(extent, stride)| *extent > 1 && *stride > 0).collect();
     loops.sort_unstable_by_key(|(_, stride)| *stride);
     let mut run = width;
@@ -181,4 +181,58 @@ pub(crate) fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, wid
     nest.reverse();
     let bytes = nest.iter().map(|(extent, stride)| (*extent, stride / 8)).collect();
     ByteRuns::new(start / 8, bytes, (start % 8 + run).div_ceil(8))
+}
+
+/// The runs of a piece.
+type PieceRuns = SmallVec<[(TensorId, ByteRuns); 1]>;
+
+/// The runs of what an encoder makes: those of all pieces that it is made from.
+fn of_encoded(tiling: &Tiling, piece: &Piece, of: &dyn Fn(&Tiling, &Piece) -> PieceRuns) -> PieceRuns {
+    let mut found = PieceRuns::new();
+    // A view without a tiling was refused when the plan was made.
+    let _ = tiling.for_each_stored_piece(piece, &mut |tiling, piece| found.extend(of(tiling, piece)));
+    found
+}
+
+impl ByteRuns {
+    /// As [`ByteRuns::of`], but of all operands of a decoder whose tensors are wanted.
+    pub fn of_some(
+        tiling: &Tiling,
+        piece: &Piece,
+        is_wanted: &dyn Fn(TensorId) -> bool,
+    ) -> SmallVec<[(TensorId, Self); 1]> {
+        if let Origin::Encoded { .. } = piece.origin {
+            return of_encoded(tiling, piece, &|tiling, piece| Self::of_some(tiling, piece, is_wanted));
+        }
+        let Origin::Tensor { offset, decoder, .. } = piece.origin else { return SmallVec::new() };
+        let Some(value) = tiling.decoders()[decoder as usize].value() else { return Self::of(tiling, piece) };
+        let mut found = SmallVec::new();
+        value.for_each_operand(&mut |operand| {
+            let id = operand.tensor.id;
+            if is_wanted(id) {
+                found.extend(operand_runs(operand, offset, &piece.loops).into_iter().map(|runs| (id, runs)));
+            }
+        });
+        found
+    }
+
+    /// The runs that a piece reads, with their tensor. None if it is filled with a constant. Of a quantized tensor only the codes,
+    /// which may be several sets of runs.
+    ///
+    /// # Panics
+    /// Never: what decodes no value reads elements of whole bytes.
+    pub fn of(tiling: &Tiling, piece: &Piece) -> SmallVec<[(TensorId, Self); 1]> {
+        if let Origin::Encoded { .. } = piece.origin {
+            return of_encoded(tiling, piece, &Self::of);
+        }
+        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return SmallVec::new() };
+        let decode = &tiling.decoders()[decoder as usize];
+        if let Some(value) = decode.value() {
+            return operand_runs(&value.load, offset, &piece.loops).into_iter().map(|runs| (tensor, runs)).collect();
+        }
+        let unit = decode.source_bytes(tiling.unit_bytes()).expect("what decodes no value reads elements");
+        let bits = 8 * unit;
+        let loops = piece.loops.iter().map(|l| (l.extent, l.source_stride * bits));
+        smallvec![(tensor, byte_runs(offset * bits, loops, bits))]
+    }
 }
