@@ -153,21 +153,6 @@ impl Mosaics {
         self.rows.capacity() * size_of::<MosaicRow>() + self.numbers.capacity() * size_of::<u64>()
     }
 
-    /// Shape of a tensor.
-    pub fn shape(&self, number: u32) -> &Shape {
-        &self.rows[number as usize].shape
-    }
-
-    /// Type of a tensor's elements.
-    pub fn dtype(&self, number: u32) -> DType {
-        self.rows[number as usize].dtype
-    }
-
-    /// The value of elements in no box, if the tensor may have some.
-    pub fn fill(&self, number: u32) -> Option<Element> {
-        self.rows[number as usize].fill
-    }
-
     /// Box `box_number`, counted over all tensors, of the tensor that has it.
     ///
     /// # Panics
@@ -186,15 +171,6 @@ impl Mosaics {
     /// The boxes of a tensor, in the order in which they were given.
     pub fn boxes_of(&self, number: u32) -> impl ExactSizeIterator<Item = MosaicBox<'_>> {
         (0..self.count(number)).map(move |index| self.at(number, index))
-    }
-
-    /// The regions of a tensor that are in no box, each with its first element and its extents.
-    pub(crate) fn gaps(&self, number: u32) -> Vec<(PerAxis, PerAxis)> {
-        if self.fill(number).is_none() {
-            return Vec::new();
-        }
-        let boxes: Vec<_> = self.boxes_of(number).map(|b| (b.origin, b.extents)).collect();
-        cover::gaps(self.shape(number), &boxes)
     }
 
     /// Boxes and numbers before a tensor's own.
@@ -234,6 +210,10 @@ impl Mosaic {
         Self { all, number, id }
     }
 
+    fn row(&self) -> &MosaicRow {
+        &self.all.rows[self.number as usize]
+    }
+
     /// The tensor in the checkpoint's table.
     pub const fn id(&self) -> TensorId {
         self.id
@@ -241,17 +221,17 @@ impl Mosaic {
 
     /// Its shape.
     pub fn shape(&self) -> &Shape {
-        self.all.shape(self.number)
+        &self.row().shape
     }
 
     /// Type of its elements.
     pub fn dtype(&self) -> DType {
-        self.all.dtype(self.number)
+        self.row().dtype
     }
 
     /// The value of elements in no box, if it may have some.
     pub fn fill(&self) -> Option<Element> {
-        self.all.fill(self.number)
+        self.row().fill
     }
 
     /// Its boxes.
@@ -269,6 +249,10 @@ impl Mosaic {
 
     /// The regions in no box, each with its first element and its extents.
     pub(crate) fn gaps(&self) -> Vec<(PerAxis, PerAxis)> {
-        self.all.gaps(self.number)
+        if self.fill().is_none() {
+            return Vec::new();
+        }
+        let boxes: Vec<_> = self.boxes().map(|b| (b.origin, b.extents)).collect();
+        cover::gaps(self.shape(), &boxes)
     }
 }
