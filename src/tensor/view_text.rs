@@ -10,14 +10,15 @@ const RUNS_SHOWN: usize = 8;
 impl fmt::Display for View {
     /// The expression, with tensors as `#row`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fn list(f: &mut fmt::Formatter<'_>, of: &[View]) -> fmt::Result {
+        fn list(f: &mut fmt::Formatter<'_>, name: &str, axis: usize, of: &[View]) -> fmt::Result {
+            write!(f, "{name}({axis}")?;
             let shown = if of.len() > 4 { 2 } else { of.len() };
             for view in &of[..shown] {
                 write!(f, ", {view}")?;
             }
             match of.last() {
-                Some(last) if shown < of.len() => write!(f, ", … {} more …, {last}", of.len() - shown - 1),
-                _ => Ok(()),
+                Some(last) if shown < of.len() => write!(f, ", … {} more …, {last})", of.len() - shown - 1),
+                _ => f.write_str(")"),
             }
         }
         match self.op() {
@@ -34,16 +35,8 @@ impl fmt::Display for View {
                 f.write_str(if shown < runs.len() { ", …)" } else { ")" })
             }
             Op::Reshape { of } => write!(f, "reshape({of}, {})", self.shape()),
-            Op::Stack { of, axis } => {
-                write!(f, "stack({axis}")?;
-                list(f, of)?;
-                f.write_str(")")
-            }
-            Op::Concat { of, axis } => {
-                write!(f, "concat({axis}")?;
-                list(f, of)?;
-                f.write_str(")")
-            }
+            Op::Stack { of, axis } => list(f, "stack", *axis, of),
+            Op::Concat { of, axis } => list(f, "concat", *axis, of),
             Op::Pad { of, axis, before, after } => write!(f, "pad({of}, {axis}, {before}, {after})"),
             Op::Cast { of } => write!(f, "cast({of}, {})", self.dtype()),
             Op::Multiply { of, factor, flush } => {
