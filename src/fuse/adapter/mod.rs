@@ -376,15 +376,15 @@ impl fuser::Filesystem for KernelAdapter {
                 self.serving.opens.maps_direct.store(offered, Ordering::Relaxed);
             }
         }
-        let passthrough = &self.serving.opens.passthrough;
-        let requested = passthrough.enabled.load(Ordering::Relaxed);
+        let opens = &self.serving.opens;
+        let requested = opens.passthrough.load(Ordering::Relaxed);
         let offered = requested
             && config.add_capabilities(InitFlags::FUSE_PASSTHROUGH).is_ok()
             && config.set_max_stack_depth(1).is_ok();
         if requested && !offered {
-            passthrough.note_refusal(&io::Error::other("not offered by this kernel"));
+            opens.note_refusal(&io::Error::other("not offered by this kernel"));
         }
-        passthrough.enabled.store(offered, Ordering::Relaxed);
+        opens.passthrough.store(offered, Ordering::Relaxed);
         self.opens_directories_itself = config.add_capabilities(InitFlags::FUSE_NO_OPENDIR_SUPPORT).is_ok();
         // Only zero is refused.
         let _ = config.set_max_background(BACKGROUND_MAX);

@@ -33,53 +33,79 @@ pub(super) struct Serving {
 /// The modes of open files. Shared with opens that other threads answer.
 pub(crate) struct Opens {
     pub(super) modes: OpenModes,
-    pub(super) passthrough: Passthrough,
-    /// Whether programs can map files that bypass the page cache (since Linux 6.6).
-    pub(super) maps_direct: AtomicBool,
-}
-
-/// Whether the kernel may read backing files by itself.
-pub(super) struct Passthrough {
-    /// Wanted by the mount.
-    wanted: bool,
+    /// Whether the mount wants the kernel to read backing files by itself.
+    passthrough_wanted: bool,
     /// Wanted, offered by the kernel, and not refused so far.
-    pub(super) enabled: AtomicBool,
+    pub(super) passthrough: AtomicBool,
     granted: Once,
     refused: Once,
+    /// Whether programs can map files that bypass the page cache (since Linux 6.6).
+    pub(super) maps_direct: AtomicBool,
 }
 
 impl Serving {
     /// Serves the files of `fs`. `passthrough` tells whether the kernel is asked to read backing files by itself.
     pub(super) fn new(fs: &Arc<dyn Upkeep>, passthrough: bool, modes: OpenModes) -> Self {
-        let passthrough = Passthrough {
-            wanted: passthrough,
-            enabled: AtomicBool::new(passthrough),
+        let opens = Opens {
+            modes,
+            passthrough_wanted: passthrough,
+            passthrough: AtomicBool::new(passthrough),
             granted: Once::new(),
             refused: Once::new(),
+            maps_direct: AtomicBool::new(false),
         };
-        Self { fs: Arc::clone(fs), opens: Arc::new(Opens { modes, passthrough, maps_direct: AtomicBool::new(false) }) }
+        Self { fs: Arc::clone(fs), opens: Arc::new(opens) }
+    }
+
+    pub(super) fn open_file(&self, node: INodeNo, is_direct: bool, mut pending: Pending<Reply<ReplyOpen>>) {
+        let ino = ino(node);
+        let open = |_: &mut ReplySlot<Reply<ReplyOpen>>| {
+            if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) }
+        };
+        let Some(mut opened) = pending.attempt(open) else { return };
+        let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
+        // A file that the kernel reads already needs no other, not even one of a daemon before this one.
+        let materializes =
+            matches!(opened.access, Access::Materialize) && opens.may_pass(ino) && !opens.modes.is_passed(ino);
+        let handle = opened.handle;
+        let mut answer = move |file: Option<Arc<File>>| {
+            if let Some(file) = file {
+                opened.access = Access::Passthrough(file);
+            }
+            pending.attempt(|reply| opens.answer(fs.as_ref(), ino, &opened, is_direct, reply));
+        };
+        if !materializes {
+            answer(None);
+        } else if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fs.materialize(ino, handle, Box::new(answer))))
+        {
+            // The request was moved into `answer`, which answers it.
+            self.fs.release(ino, handle);
+            let cause = panic_text(panic.as_ref());
+            self.fs.metrics().note_panic(&format!("open of inode {}", node.0), cause);
+            error!(ino = node.0, "materializing a file panicked: {cause}");
+        }
     }
 }
 
 impl Opens {
     /// Whether the kernel may read a file by itself, as no handle has it open through the page cache.
     fn may_pass(&self, ino: Ino) -> bool {
-        self.passthrough.enabled.load(Ordering::Relaxed) && self.modes.may_pass(ino)
+        self.passthrough.load(Ordering::Relaxed) && self.modes.may_pass(ino)
     }
 
     /// Begins after the handshake with the kernel and before any request: tries a file of the
     /// kind that the file system makes on a disk, and tells it whether the kernel reads such.
     pub(crate) fn begin(&self, fs: &dyn Upkeep) {
-        let result = if self.passthrough.enabled.load(Ordering::Relaxed) {
+        let result = if self.passthrough.load(Ordering::Relaxed) {
             let tried = fs.trial().map_or(Ok(()), |file| {
                 self.register(&file).map(|backing| close_backing(self.modes.device(), backing.id))
             });
             tried.map_err(|error| {
-                self.passthrough.note_refusal(&error);
+                self.note_refusal(&error);
                 NoPassthrough::Refused(error)
             })
         } else {
-            Err(if self.passthrough.wanted { NoPassthrough::NotOffered } else { NoPassthrough::Off })
+            Err(if self.passthrough_wanted { NoPassthrough::NotOffered } else { NoPassthrough::Off })
         };
         fs.started(result);
     }
@@ -112,7 +138,7 @@ impl Opens {
         let (mode, failure) = match &opened.access {
             Access::Direct => self.modes.open(ino, &OpenRequest::Direct),
             Access::Once if self.maps_direct.load(Ordering::Relaxed) => self.modes.open(ino, &OpenRequest::Direct),
-            Access::Passthrough(file) if self.passthrough.enabled.load(Ordering::Relaxed) && may_pass(file) => {
+            Access::Passthrough(file) if self.passthrough.load(Ordering::Relaxed) && may_pass(file) => {
                 self.modes.open(ino, &OpenRequest::Passthrough(&|| self.register(file)))
             }
             Access::Cached | Access::Once | Access::Passthrough(_) | Access::Materialize => {
@@ -120,7 +146,7 @@ impl Opens {
             }
         };
         if let Some(failure) = failure {
-            self.passthrough.note_refusal(&failure);
+            self.note_refusal(&failure);
         }
         if let Mode::Passthrough(Backing { opens_direct: false, .. }) = mode
             && is_direct
@@ -137,12 +163,21 @@ impl Opens {
             Mode::Cached => reply.opened(handle, flags | FopenFlags::FOPEN_KEEP_CACHE),
             Mode::Direct => reply.opened(handle, flags | FopenFlags::FOPEN_DIRECT_IO),
             Mode::Passthrough(backing) => {
-                self.passthrough.granted.call_once(|| info!("kernel passthrough is on"));
+                self.granted.call_once(|| info!("kernel passthrough is on"));
                 fs.metrics().passthrough_opens.fetch_add(1, Ordering::Relaxed);
                 reply_passthrough(reply, handle, flags, backing.id);
             }
         }
         Ok(())
+    }
+
+    /// Notes that the kernel does not read a file by itself: falls back silently, but logs the first reason. Without permission no
+    /// later attempt can succeed.
+    pub(super) fn note_refusal(&self, failure: &io::Error) {
+        if failure.raw_os_error() == Some(libc::EPERM) {
+            self.passthrough.store(false, Ordering::Relaxed);
+        }
+        self.refused.call_once(|| info!("kernel passthrough is not available, using the page cache: {failure}"));
     }
 }
 
@@ -150,45 +185,4 @@ impl Opens {
 fn opens_direct(file: &File) -> bool {
     let again = format!("/proc/self/fd/{}", file.as_raw_fd());
     File::options().read(true).custom_flags(libc::O_DIRECT).open(again).is_ok()
-}
-
-impl Serving {
-    pub(super) fn open_file(&self, node: INodeNo, is_direct: bool, mut pending: Pending<Reply<ReplyOpen>>) {
-        let ino = ino(node);
-        let open = |_: &mut ReplySlot<Reply<ReplyOpen>>| {
-            if is_direct { self.fs.open_uncached(ino) } else { self.fs.open(ino) }
-        };
-        let Some(mut opened) = pending.attempt(open) else { return };
-        let (fs, opens) = (Arc::clone(&self.fs), Arc::clone(&self.opens));
-        // A file that the kernel reads already needs no other, not even one of a daemon before this one.
-        let materializes =
-            matches!(opened.access, Access::Materialize) && opens.may_pass(ino) && !opens.modes.is_passed(ino);
-        let handle = opened.handle;
-        let mut answer = move |file: Option<Arc<File>>| {
-            if let Some(file) = file {
-                opened.access = Access::Passthrough(file);
-            }
-            pending.attempt(|reply| opens.answer(fs.as_ref(), ino, &opened, is_direct, reply));
-        };
-        if !materializes {
-            answer(None);
-        } else if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.fs.materialize(ino, handle, Box::new(answer))))
-        {
-            // The request was moved into `answer`, which answers it.
-            self.fs.release(ino, handle);
-            let cause = panic_text(panic.as_ref());
-            self.fs.metrics().note_panic(&format!("open of inode {}", node.0), cause);
-            error!(ino = node.0, "materializing a file panicked: {cause}");
-        }
-    }
-}
-
-impl Passthrough {
-    /// Falls back silently, but logs the first reason. Without permission no later attempt can succeed.
-    pub(super) fn note_refusal(&self, failure: &io::Error) {
-        if failure.raw_os_error() == Some(libc::EPERM) {
-            self.enabled.store(false, Ordering::Relaxed);
-        }
-        self.refused.call_once(|| info!("kernel passthrough is not available, using the page cache: {failure}"));
-    }
 }
