@@ -315,12 +315,6 @@ pub trait Subtree: Send + Sync {
         let _ = (at, name);
         None
     }
-
-    /// If a file holds only one tensor's elements: the tensor, by number, and its part.
-    fn shard(&self, at: u64) -> Option<(u32, View)> {
-        let _ = at;
-        None
-    }
 }
 
 /// An entry of a directory.

@@ -158,9 +158,4 @@ impl Subtree for TensorFiles {
         };
         Some(value.into_bytes())
     }
-
-    fn shard(&self, at: u64) -> Option<(u32, View)> {
-        let tensor = self.tensor(at).filter(|_| self.encoding.is_plain)?;
-        Some((tensor, self.view(&self.input.plan.tensors[tensor as usize])))
-    }
 }

@@ -4,7 +4,7 @@ use std::{ops::ControlFlow, sync::Arc};
 
 use ckfs_image::{FileContent, FileImage, SubtreeNode};
 use ckfs_source::{FileId, permission::Permission};
-use ckfs_tensor::{View, to_usize};
+use ckfs_tensor::to_usize;
 
 use super::{
     exposition::{self, METRICS_BYTES},
@@ -24,13 +24,6 @@ impl Volume {
         path.split('/')
             .filter(|component| !component.is_empty() && *component != ".")
             .try_fold(self.attr(Ino::ROOT)?, |attr, component| self.lookup(attr.ino, component.as_bytes()))
-    }
-
-    /// The name and view behind a file that holds only a tensor's elements: a device's shard, or the whole tensor.
-    pub fn shard_view(&self, ino: Ino) -> Option<(&str, View)> {
-        let TreeNode::InSubtree(block, node) = self.tree.node(ino)? else { return None };
-        let (tensor, view) = block.subtree.shard(node)?;
-        Some((self.views[block.view as usize].tensors[tensor as usize].name.as_str(), view))
     }
 
     /// The layout of a file that holds tensors; `None` for other nodes.
