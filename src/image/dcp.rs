@@ -12,8 +12,8 @@ use super::{
     hf::unchanged,
     input::FormatInput,
     output::{
-        DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, Omission, OmittedFormat, OutputFormat, TextFile,
-        VirtualFile,
+        DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, Omission, OmittedFormat, OutputFormat, VirtualFile,
+        text_file,
     },
     safetensors_layout::NamedView,
     torch_archive::{self, common_pt},
@@ -71,8 +71,8 @@ impl OutputFormat for Dcp {
                 directory.add(name, unchanged(&input, *file));
             }
             // Where the source has its own, these are there already.
-            directory.file("metadata.json", TextFile::new(MEGATRON_METADATA.as_bytes(), DerivedFrom::Tensors));
-            directory.file("common.pt", TextFile::new(common_pt(), DerivedFrom::Tensors));
+            directory.file("metadata.json", text_file(MEGATRON_METADATA.as_bytes().into(), DerivedFrom::Tensors));
+            directory.file("common.pt", text_file(common_pt().into(), DerivedFrom::Tensors));
         });
         Ok(directory.into())
     }

@@ -14,7 +14,7 @@ use super::{
     manifest::ManifestFormat,
     npy::Npy,
     orbax::Orbax,
-    output::{DerivedFrom, Directory, Omission, OmittedFormat, OutputFormat, TextFile},
+    output::{DerivedFrom, Directory, Omission, OmittedFormat, OutputFormat, text_file},
     pt::Pt,
     raw::RawFormat,
     safetensors::Safetensors,
@@ -67,7 +67,7 @@ fn explain(directory: &mut Directory, OmittedFormat { format, omission, reason }
     tracing::warn!("{format}/ is not available: {reason}");
     let text = format!("{format}/ is not available for this view: {reason}\n");
     if let Some(empty) = directory.directory(format) {
-        empty.file(UNAVAILABLE, TextFile::new(text.into_bytes(), DerivedFrom::Everything));
+        empty.file(UNAVAILABLE, text_file(text.into_bytes().into(), DerivedFrom::Everything));
     }
 }
 

@@ -12,8 +12,8 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     output::{
-        DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, Shown, TextFile,
-        VirtualFile,
+        DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, Shown, VirtualFile,
+        text_file,
     },
     safetensors_layout::{self, safetensors},
 };
@@ -100,7 +100,7 @@ pub(super) fn text(input: &FormatInput, path: &str, text: &[u8]) -> Shown {
     let file = original(&input.checkpoint, path);
     let all_tensors = file.is_none() || path.ends_with(".index.json");
     let derived = DerivedFrom::Repository { file, views: Vec::new(), all_tensors };
-    Shown::File(Arc::new(TextFile::new(text, derived)))
+    Shown::File(Arc::new(text_file(text.into(), derived)))
 }
 
 /// The repository's own file at a path.

@@ -46,6 +46,6 @@ pub use generated_records::GeneratedFile;
 pub use input::FormatInput;
 pub use output::{
     DerivedFrom, Directory, DirectoryEntry, FileContent, FormatFiles, LazyFile, OF_THE_HOST, OWN, Omission,
-    OmittedFormat, OutputFormat, Shown, Subtree, SubtreeNode, TextFile, VirtualFile,
+    OmittedFormat, OutputFormat, Shown, Subtree, SubtreeNode, VirtualFile, text_file,
 };
 pub use raw::raw;

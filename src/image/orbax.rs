@@ -24,7 +24,7 @@ use super::{
     input::FormatInput,
     output::{
         DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, Subtree, SubtreeNode,
-        TextFile,
+        text_file,
     },
 };
 
@@ -62,7 +62,7 @@ impl OutputFormat for Orbax {
         let step: Arc<[u8]> = metadata(MetadataPlace::Step { item: ITEM });
         let directory = Directory::with(self.name(), |directory| {
             if let Some(directory) = directory.directory("0") {
-                directory.file("_CHECKPOINT_METADATA", TextFile::new(step, DerivedFrom::Tensors));
+                directory.file("_CHECKPOINT_METADATA", text_file(step, DerivedFrom::Tensors));
                 directory.subtree(ITEM, arrays);
             }
         });

@@ -179,34 +179,6 @@ pub trait VirtualFile: Send + Sync {
     }
 }
 
-/// A file of literal bytes.
-#[derive(Debug)]
-pub struct TextFile {
-    bytes: Arc<[u8]>,
-    derived_from: DerivedFrom,
-}
-
-impl TextFile {
-    /// A file of these bytes.
-    pub fn new(bytes: impl Into<Arc<[u8]>>, derived_from: DerivedFrom) -> Self {
-        Self { bytes: bytes.into(), derived_from }
-    }
-}
-
-impl VirtualFile for TextFile {
-    fn len_bytes(&self) -> u64 {
-        self.bytes.len() as u64
-    }
-
-    fn content(&self) -> Result<FileContent, ImageError> {
-        Ok(FileContent::Bytes(Arc::clone(&self.bytes)))
-    }
-
-    fn derived_from(&self) -> DerivedFrom {
-        self.derived_from.clone()
-    }
-}
-
 /// A file that is made when its length is first requested.
 pub struct LazyFile<F> {
     content: OnceLock<FileContent>,
@@ -237,6 +209,11 @@ impl<F: Fn() -> FileContent + Send + Sync> VirtualFile for LazyFile<F> {
     fn derived_from(&self) -> DerivedFrom {
         self.derived_from.clone()
     }
+}
+
+/// A file of these bytes.
+pub fn text_file(bytes: Arc<[u8]>, derived_from: DerivedFrom) -> impl VirtualFile {
+    LazyFile::new(move || FileContent::Bytes(Arc::clone(&bytes)), derived_from)
 }
 
 /// Type of a subtree's node.
@@ -440,7 +417,7 @@ mod tests {
 
     #[test]
     fn directories_of_one_name_are_merged_and_files_are_not() {
-        let text = || TextFile::new([1; 3], DerivedFrom::Tensors);
+        let text = || text_file([1; 3].into(), DerivedFrom::Tensors);
         let of = |inner: &str| Directory::with("a", |a| assert!(a.file(inner, text())));
         let mut all = of("x");
         assert_eq!(all.merge(of("y"), &|shown| shown), Ok(()));

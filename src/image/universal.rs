@@ -11,7 +11,7 @@ use super::{
     file_image::{FileImage, ImageError},
     hf::unchanged,
     input::FormatInput,
-    output::{DerivedFrom, Directory, FileContent, FormatFiles, OutputFormat, Shown, TextFile, VirtualFile},
+    output::{DerivedFrom, Directory, FileContent, FormatFiles, OutputFormat, Shown, VirtualFile, text_file},
     safetensors_layout::NamedView,
     torch_archive::{Root, archive_of_values, push_archive, push_pickled},
 };
@@ -58,7 +58,7 @@ impl OutputFormat for Universal {
                 return Err(vec![Problem::File { file: format!("{}/{path}", self.name()), reason }]);
             }
         }
-        directory.file(LATEST, TextFile::new(self.name().as_bytes(), DerivedFrom::Tensors));
+        directory.file(LATEST, text_file(self.name().as_bytes().into(), DerivedFrom::Tensors));
         Ok(directory.into())
     }
 }

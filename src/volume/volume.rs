@@ -9,7 +9,7 @@ use std::{
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Materialize;
 use ckfs_host::budget::Budget;
-use ckfs_image::{DerivedFrom, Directory, FileContent, FormatInput, LazyFile, OWN, TextFile, unavailable_text};
+use ckfs_image::{DerivedFrom, Directory, FileContent, FormatInput, LazyFile, OWN, text_file, unavailable_text};
 use ckfs_plan::{Allow, Plan, PlanError, Problem, report};
 use ckfs_read::{Engine, EngineOptions, EngineRooms};
 use ckfs_source::permission::{Mounter, Overrides};
@@ -146,7 +146,7 @@ impl Volume {
         let mounter = Mounter::of_this_process();
         remarks.push_str(&readers_text(&readers(checkpoint, &mounter, &options.overrides)));
         if let Some(directory) = root.directory(OWN) {
-            let text = |text: String| TextFile::new(text.into_bytes(), DerivedFrom::Everything);
+            let text = |text: String| text_file(text.into_bytes().into(), DerivedFrom::Everything);
             directory.add("stats.json", TreeLeaf::Fixed(FixedKind::Live(Live::Stats)));
             directory.add("metrics", TreeLeaf::Fixed(FixedKind::Live(Live::Metrics)));
             directory.add("config.toml", TreeLeaf::own(text(options.config_text)));
