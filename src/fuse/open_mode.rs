@@ -66,17 +66,12 @@ pub(super) enum OpenRequest<'a> {
 pub(super) struct OpenModes {
     states: States,
     /// The connection that backing files are registered with.
-    device: OwnedFd,
+    pub(super) device: OwnedFd,
 }
 
 impl OpenModes {
     pub(super) const fn new(states: States, device: OwnedFd) -> Self {
         Self { states, device }
-    }
-
-    /// The connection that backing files are registered with.
-    pub(super) const fn device(&self) -> &OwnedFd {
-        &self.device
     }
 
     /// Adds a handle of `ino` and returns its mode. Also returned: the error if the registration of a requested backing file

@@ -114,7 +114,7 @@ impl Bundle {
         self.lengths.get_or_init(|| {
             let region = |tensor: &PlannedTensor, device| Some(self.plan.region(tensor, device));
             let classes = ShardClasses::new(&self.plan.devices, self.firsts(), region);
-            let of_class = classes.first().iter().map(|_| OfClass::default()).collect();
+            let of_class = classes.first.iter().map(|_| OfClass::default()).collect();
             let bundled = self.plan.tensors.iter().enumerate().filter(|(_, tensor)| self.plan.is_bundled(tensor));
             let mut rows: Vec<HeaderRow> = bundled
                 .map(|(index, tensor)| {
@@ -124,7 +124,7 @@ impl Bundle {
                 })
                 .collect();
             rows.sort_by_key(|row| Reverse(row.dtype.bits()));
-            let first = classes.first().first().copied();
+            let first = classes.first.first().copied();
             let metadata_bytes =
                 first.map_or(0, |first| metadata_bytes(&borrowed(&self.metadata(first))) - self.place_bytes(first));
             BundleLengths { classes, of_class, rows, metadata_bytes }
@@ -171,7 +171,7 @@ impl Bundle {
         let lengths = self.lengths();
         let place = self.plan.devices.binary_search(&device).expect("bundles are of listed devices");
         let class = lengths.classes.of(place);
-        (&lengths.of_class[class], lengths.classes.first()[class])
+        (&lengths.of_class[class], lengths.classes.first[class])
     }
 
     /// Shards of a device in the order of its safetensors file.

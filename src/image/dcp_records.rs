@@ -156,8 +156,8 @@ impl DcpMetadata {
         let firsts = || (0..kinds.len()).map(|kind| &plan.tensors[kinds.first(kind)]);
         let used_firsts = firsts().zip(&used).filter(|(_, used)| **used).map(|(first, _)| first);
         let classes = ShardClasses::new(&holders, used_firsts, |tensor, device| plan.own_region(tensor, device));
-        let (shapes, shape_of) = shapes(&plan, firsts(), classes.first());
-        let cursor = SegmentCursor { next: usize::MAX, files: Segments::new(classes.first().len()), places: [].into() };
+        let (shapes, shape_of) = shapes(&plan, firsts(), &classes.first);
+        let cursor = SegmentCursor { next: usize::MAX, files: Segments::new(classes.first.len()), places: [].into() };
         let mut metadata = Self {
             tensors,
             holders,
@@ -225,7 +225,7 @@ impl DcpMetadata {
 
     /// Adds the segments of a tensor to files, one for each class of devices.
     fn add(&self, number: usize, files: &mut Segments) -> Arc<[(u64, u64)]> {
-        let classes = self.classes.first().len();
+        let classes = self.classes.first.len();
         let dtype = self.tensor(number).view.dtype();
         let shapes = &self.shape_of[self.kinds.of(self.tensors[number]) * classes..][..classes];
         let add = |(class, shape): (usize, &u32)| {
@@ -236,15 +236,15 @@ impl DcpMetadata {
     }
 
     fn all_ends(&self) -> Vec<Vec<u64>> {
-        let mut files = Segments::new(self.classes.first().len());
+        let mut files = Segments::new(self.classes.first.len());
         let mut ends = Vec::new();
         for number in 0..self.tensors.len() {
             if number.is_multiple_of(STEP) {
-                ends.push(files.ends().to_vec());
+                ends.push(files.ends.clone());
             }
             self.add(number, &mut files);
         }
-        ends.push(files.ends().to_vec());
+        ends.push(files.ends.clone());
         ends
     }
 

@@ -13,7 +13,8 @@ use super::{
 /// The offsets of the segments in files of a `torch.distributed.checkpoint` directory; segments follow each other in a file.
 #[derive(Clone, Debug)]
 pub(super) struct Segments {
-    ends: Vec<u64>,
+    /// Lengths of the files.
+    pub(super) ends: Vec<u64>,
     /// Lengths of segments by type and shape. A model has many chunks, but of few shapes.
     lens: HashMap<(DType, Shape), u64>,
 }
@@ -38,11 +39,6 @@ impl Segments {
         self.ends[file] = start + len;
         (start, len)
     }
-
-    /// Lengths of the files.
-    pub(super) fn ends(&self) -> &[u64] {
-        &self.ends
-    }
 }
 
 /// A file of chunks, one segment each.
@@ -56,7 +52,7 @@ pub(super) fn distcp<'a>(entries: impl Iterator<Item = NamedView<'a>>) -> Result
     let mut image = FileImage::default();
     let mut segments = Segments::new(1);
     for entry in entries {
-        let end = segments.ends()[0];
+        let end = segments.ends[0];
         let (start, _) = segments.add(0, entry.view.dtype(), entry.view.shape());
         let gap = usize::try_from(start - end).expect("less than a page");
         image.push_bytes(vec![0; gap].into());

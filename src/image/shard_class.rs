@@ -12,7 +12,7 @@ pub(super) struct ShardClasses {
     /// Class by index in the list of devices.
     of: Vec<u32>,
     /// The first device of each class.
-    first: Vec<u64>,
+    pub(super) first: Vec<u64>,
 }
 
 impl ShardClasses {
@@ -41,10 +41,5 @@ impl ShardClasses {
     /// The class of the device at this index in the list.
     pub(super) fn of(&self, place: usize) -> usize {
         self.of[place] as usize
-    }
-
-    /// The first device of each class.
-    pub(super) fn first(&self) -> &[u64] {
-        &self.first
     }
 }

@@ -129,7 +129,7 @@ impl Engine {
             if maps.is_partial(file, span) || !maps.will_need(file, span) || !std::mem::take(&mut alone) {
                 continue;
             }
-            for _ in 1..self.rooms.requesters.count() {
+            for _ in 1..self.rooms.requesters.count {
                 let (engine, requests) = (Arc::downgrade(self), Arc::clone(requests));
                 self.rooms.requesters.offer(move || {
                     if let Some(engine) = engine.upgrade() {

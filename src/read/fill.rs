@@ -120,7 +120,7 @@ impl Engine {
             (info.file(), info.span())
         };
         let batches = schedule(jobs, limits, &place)?;
-        let threads = processors().min(self.rooms.workers.count() + 1);
+        let threads = processors().min(self.rooms.workers.count + 1);
         // Several threads materialize a file already.
         let alone = threads == 1 || mode.stores == Stores::Streamed;
         if batches.len() == 1 || alone || target.len() < PARALLEL_BYTES_MIN {

@@ -343,7 +343,7 @@ impl Materializing {
     }
 
     fn threads(&self) -> usize {
-        self.engine.rooms.workers.count().max(1)
+        self.engine.rooms.workers.count.max(1)
     }
 
     fn pieces(&self) -> Result<&[FilePiece], ReadError> {

@@ -54,7 +54,8 @@ impl Drop for BusyThread<'_> {
 pub(super) struct Workers {
     pool: Pool<WorkQueue>,
     busy: Busy,
-    count: usize,
+    /// The usual number of threads.
+    pub(super) count: usize,
 }
 
 impl Workers {
@@ -70,11 +71,6 @@ impl Workers {
         };
         let options = PoolOptions { name, threads_max: count, idle: IDLE };
         Self { pool: Pool::new(options, WorkQueue::default(), run), busy, count }
-    }
-
-    /// The usual number of threads.
-    pub(super) fn count(&self) -> usize {
-        self.count
     }
 
     /// Allows one substitute for each of these threads in `waiting`, the threads that wait for storage, so that the usual

@@ -403,7 +403,7 @@ pub(super) struct ValueDecoder<'a> {
     level: Level,
     node: ValueNode<'a>,
     narrow: row::Row,
-    target_bytes: usize,
+    pub(super) target_bytes: usize,
     /// Whether the last step is a product with another value, which is rounded to BF16.
     is_product_in_bf16: bool,
     /// Whether the one step is such a product of codes of four bits, and the processor has the instructions to look up codes in
@@ -443,11 +443,6 @@ impl<'a> ValueDecoder<'a> {
             FieldReader::Integer(_) | FieldReader::Table(..) | FieldReader::Nibble(..) => 1,
         };
         Codes { window: self.node.fields.window, digits: self.node.fields.digits, index_bits }
-    }
-
-    /// Bytes of a target element.
-    pub(super) fn target_bytes(&self) -> usize {
-        self.target_bytes
     }
 
     /// Decodes elements `n`, `n + stride`, … to the contiguous `target`.

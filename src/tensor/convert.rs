@@ -71,7 +71,7 @@ pub(super) struct Converter<'a> {
     level: Level,
     widen: row::Row,
     narrow: row::Row,
-    source_bytes: usize,
+    pub(super) source_bytes: usize,
     target_bytes: usize,
     values: [[u8; 4]; BLOCK_ELEMENTS],
     rounded: [u8; 8 * BLOCK_ELEMENTS],
@@ -117,11 +117,6 @@ impl<'a> Converter<'a> {
         for (source, target) in blocks {
             self.convert_block(source, target);
         }
-    }
-
-    /// Bytes of one source element.
-    pub(super) fn source_bytes(&self) -> usize {
-        self.source_bytes
     }
 
     /// The factor of a program that only multiplies BF16, as the scale of query weights does, how it multiplies, and whether it first

@@ -398,7 +398,7 @@ impl Operand {
     }
 
     /// Bits of the tensor.
-    fn tensor_bits(&self) -> u64 {
+    pub(super) fn tensor_bits(&self) -> u64 {
         self.tensor.shape.elements() * self.tensor.dtype.bits()
     }
 

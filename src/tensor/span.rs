@@ -74,17 +74,13 @@ fn operand_runs(operand: &Operand, offset: u64, loops: &[Loop]) -> Vec<ByteRuns>
         if fits {
             runs.append(&mut parts);
         } else {
-            runs.push(ByteRuns::new(0, SmallVec::new(), whole_bytes(operand)));
+            runs.push(ByteRuns::new(0, SmallVec::new(), operand.tensor_bits().div_ceil(8)));
         }
         Ok(())
     });
     runs.sort_unstable();
     runs.dedup();
     runs
-}
-
-fn whole_bytes(operand: &Operand) -> u64 {
-    (operand.tensor.shape.elements() * operand.tensor.dtype.bits()).div_ceil(8)
 }
 
 /// The runs of loops that each move on one axis.

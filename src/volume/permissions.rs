@@ -149,7 +149,7 @@ impl Permissions {
         let weights = of_tensors.iter().copied().next().filter(|_| of_tensors.len() == 1);
         let known: HashMap<&str, &DirectoryRules> =
             checkpoint.directories().iter().skip(1).map(|(path, gates)| (path.as_str(), gates)).collect();
-        let mirrors = tree.mirrors().iter();
+        let mirrors = tree.mirrors.iter();
         let directories =
             mirrors.filter_map(|(ino, path)| Some((*ino, (*known.get(path.as_str())?).clone()))).collect();
         let slots = |count: usize| (0..count).map(|_| OnceLock::new()).collect();

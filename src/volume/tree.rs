@@ -78,7 +78,7 @@ pub(super) struct NodeTree {
     fixed: Vec<FixedNode>,
     blocks: Vec<SubtreeBlock>,
     /// Directories that mirror one of the repository, with its path there.
-    mirrors: Vec<(Ino, String)>,
+    pub(super) mirrors: Vec<(Ino, String)>,
 }
 
 /// A tree under construction: directories by path, before nodes have numbers.
@@ -162,11 +162,6 @@ impl NodeTree {
         let block = self.blocks[..self.blocks.partition_point(|block| block.first <= ino.0)].last()?;
         let node = ino.0 - block.first;
         (node < block.len).then_some(TreeNode::InSubtree(block, node))
-    }
-
-    /// Directories that mirror one of the repository, with its path there.
-    pub(super) fn mirrors(&self) -> &[(Ino, String)] {
-        &self.mirrors
     }
 
     /// Adds to a digest what decides which node has which number, but for the names within subtrees.

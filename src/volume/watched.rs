@@ -26,7 +26,7 @@ pub(super) struct Watched {
     /// Called when a source has changed.
     pub(super) on_change: Mutex<Option<OnChange>>,
     /// Files that the kernel reads directly from the next open on, and whose pages it still keeps.
-    superseded: Mutex<BTreeSet<Ino>>,
+    pub(super) superseded: Mutex<BTreeSet<Ino>>,
 }
 
 impl Watched {
@@ -56,11 +56,6 @@ impl Watched {
         if let Some(callback) = &*self.on_change.lock() {
             callback();
         }
-    }
-
-    /// The files that were superseded since the last call.
-    pub(super) fn take_superseded(&self) -> BTreeSet<Ino> {
-        std::mem::take(&mut *self.superseded.lock())
     }
 
     pub(super) fn opened(&self) -> Vec<Ino> {

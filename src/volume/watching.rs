@@ -117,7 +117,7 @@ impl Upkeep for Volume {
 
     fn changed_files(&self) -> Vec<Ino> {
         let mut files: Vec<Ino> = self.watched.opened().into_iter().filter(|ino| self.needs_poisoned(*ino)).collect();
-        files.extend(self.watched.take_superseded());
+        files.extend(std::mem::take(&mut *self.watched.superseded.lock()));
         files
     }
 

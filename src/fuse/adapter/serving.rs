@@ -98,7 +98,7 @@ impl Opens {
     pub(crate) fn begin(&self, fs: &dyn Upkeep) {
         let result = if self.passthrough.load(Ordering::Relaxed) {
             let tried = fs.trial().map_or(Ok(()), |file| {
-                self.register(&file).map(|backing| close_backing(self.modes.device(), backing.id))
+                self.register(&file).map(|backing| close_backing(&self.modes.device, backing.id))
             });
             tried.map_err(|error| {
                 self.note_refusal(&error);
@@ -111,7 +111,7 @@ impl Opens {
     }
 
     fn register(&self, file: &File) -> io::Result<Backing> {
-        let id = BackingId::create_raw(self.modes.device(), file)?;
+        let id = BackingId::create_raw(&self.modes.device, file)?;
         Ok(Backing { id, opens_direct: opens_direct(file) })
     }
 

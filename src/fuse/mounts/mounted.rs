@@ -102,7 +102,7 @@ pub(crate) struct Mounted {
     /// As it was when the mount was made.
     entry: MountEntry,
     /// Number that no later mount gets, where the kernel has one.
-    unique_id: Option<u64>,
+    pub(crate) unique_id: Option<u64>,
 }
 
 /// State of a mount.
@@ -375,11 +375,6 @@ impl Mounted {
             }
             _ => Err(refused(mountpoint, "covered by another mount, or no longer that of its daemon")),
         }
-    }
-
-    /// Number that no later mount gets.
-    pub(crate) const fn unique_id(&self) -> Option<u64> {
-        self.unique_id
     }
 
     /// Where it was mounted.

@@ -258,7 +258,7 @@ impl Connected {
                 passthrough.begin(fs.as_ref());
                 if let Attached::Own(mounted) = &mounted {
                     known.device = mounted.device().to_string();
-                    known.unique_id = mounted.unique_id();
+                    known.unique_id = mounted.unique_id;
                     known.options = options.of_mount();
                 }
             }

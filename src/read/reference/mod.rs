@@ -150,7 +150,7 @@ impl<'a> Evaluator<'a> {
     /// The bits of one element, low bits first.
     fn element(&mut self, view: &View, index: &[u64]) -> Result<u64, ReferenceError> {
         match view.op() {
-            Op::Source(tensor) => self.tensor_element(tensor, ravel(index, &tensor.shape)),
+            Op::Source(tensor) => self.element_of(tensor, stored_bytes(tensor), ravel(index, &tensor.shape)),
             Op::Mosaic(mosaic) => self.mosaic_element(mosaic, index),
             Op::Fill(element) => Ok(fill_bits(element)),
             Op::Slice { of, axis, start, step, stop: _ } => {
@@ -346,11 +346,6 @@ impl<'a> Evaluator<'a> {
     /// One element, as f32 bits.
     fn value(&mut self, view: &View, index: &[u64]) -> Result<u32, ReferenceError> {
         Ok(widen(view.dtype(), self.element(view, index)?))
-    }
-
-    /// The bits of one element of a source tensor.
-    fn tensor_element(&mut self, tensor: &SourceTensor, number: u64) -> Result<u64, ReferenceError> {
-        self.element_of(tensor, stored_bytes(tensor), number)
     }
 
     /// The same for a tensor of `len_bytes`, whatever its shape.

@@ -37,7 +37,7 @@ impl<'a> Convert<'a> {
         let converter = Converter::new(program, level);
         let (direct, fused) = (converter.direct(), converter.fused());
         Self {
-            source_bytes: converter.source_bytes(),
+            source_bytes: converter.source_bytes,
             converter,
             level,
             direct,
@@ -150,7 +150,7 @@ pub(super) struct DecodedGather<'a> {
 
 impl DecodedGather<'_> {
     pub(super) fn run(&mut self, level: Level, axes: &[Axis], place: Position, target: &mut [u8], stores: Stores) {
-        let unit = self.values.target_bytes();
+        let unit = self.values.target_bytes;
         if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
             plan.width = block_decode::BLOCK_ELEMENTS;
             let codes = Some(self.values.codes());

@@ -78,11 +78,6 @@ impl FileEntry {
         !self.was_closed.swap(true, Ordering::Relaxed)
     }
 
-    /// Whether it failed; a file in memory may be tried again at its next open.
-    pub(super) fn has_failed(&self) -> bool {
-        matches!(*self.lock(), MaterializedState::Failed)
-    }
-
     /// The file with all bytes, if it is complete.
     pub(super) fn complete(&self) -> Option<Arc<File>> {
         match &*self.lock() {

@@ -133,7 +133,7 @@ impl Materializer {
         let mut entries = self.entries.lock();
         let entry = entries.entry(ino).or_insert_with(|| Arc::new(FileEntry::new(when)));
         // In this order: a thread that has locked an entry's state owns the entry, and may wait for `entries`.
-        if when != When::Closed && Arc::strong_count(entry) == 1 && entry.has_failed() {
+        if when != When::Closed && Arc::strong_count(entry) == 1 && matches!(*entry.lock(), MaterializedState::Failed) {
             *entry = Arc::new(FileEntry::new(when));
         }
         entry.note_used();
