@@ -5,14 +5,13 @@
 use std::{collections::BTreeMap, sync::LazyLock};
 
 use ckfs_checkpoint::Checkpoint;
+use ckfs_layouts::{FAMILIES, embedded_table};
 use serde::Deserialize;
 
 use super::{
     member::model_types,
     naming::{self, Parsed},
 };
-
-include!(concat!(env!("OUT_DIR"), "/families.rs"));
 
 /// The role of one tensor in a family.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -152,7 +151,7 @@ fn text(name: &str) -> &'static str {
 }
 
 fn load(name: &str) -> Family {
-    let mut family: Family = toml::from_str(text(name)).expect("the file is in the program, and a test reads it");
+    let mut family: Family = embedded_table(text(name));
     if let Some(base) = family.extends.as_deref().map(load) {
         if family.prefixes.is_empty() {
             family.prefixes = base.prefixes;
@@ -175,13 +174,7 @@ impl Role {
     /// The role of a tensor whose last two axes, of three, are the other way round.
     #[must_use]
     pub(super) fn turned(self) -> Self {
-        const fn other(axis: usize) -> usize {
-            match axis {
-                1 => 2,
-                2 => 1,
-                _ => axis,
-            }
-        }
+        let other = |axis: usize| if matches!(axis, 1 | 2) { 3 - axis } else { axis };
         Self { tp: self.tp.map(other), split_axis: other(self.split_axis), inputs: self.inputs.map(other), ..self }
     }
 }
@@ -267,8 +260,7 @@ pub(super) struct Generic {
 impl Generic {
     /// These assumptions.
     pub(super) fn get() -> &'static Self {
-        static GENERIC: LazyLock<Generic> =
-            LazyLock::new(|| toml::from_str(text("generic")).expect("the file is in the program, and a test reads it"));
+        static GENERIC: LazyLock<Generic> = LazyLock::new(|| embedded_table(text("generic")));
         &GENERIC
     }
 

@@ -10,9 +10,10 @@ use std::{
     sync::LazyLock,
 };
 
+use ckfs_layouts::embedded_table;
 use ckfs_tensor::DType;
 use regex::RegexSet;
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::Deserialize;
 
 /// Bits of the narrowest float that holds everything a float32 does: a cast to it, or to a wider one, loses nothing.
 const F32_BITS: u64 = 32;
@@ -58,13 +59,9 @@ struct Others {
     more: BTreeMap<String, Row>,
 }
 
-static TABLE: LazyLock<Table> = LazyLock::new(|| read(include_str!("library/transformers.toml")));
+static TABLE: LazyLock<Table> = LazyLock::new(|| embedded_table(include_str!("library/transformers.toml")));
 
-static OTHERS: LazyLock<Others> = LazyLock::new(|| read(include_str!("library/others.toml")));
-
-fn read<T: DeserializeOwned>(text: &str) -> T {
-    toml::from_str(text).expect("the embedded table is well-formed, which a test shows")
-}
+static OTHERS: LazyLock<Others> = LazyLock::new(|| embedded_table(include_str!("library/others.toml")));
 
 /// How the names of a model type begin in the library's classes.
 #[derive(Clone, Copy, Debug)]
@@ -73,11 +70,9 @@ pub(crate) struct Beginnings(&'static str);
 impl Beginnings {
     /// Those of a model type, if the library has it.
     pub(crate) fn of(model_type: &str) -> Option<Self> {
-        static TABLE: std::sync::OnceLock<BTreeMap<String, String>> = std::sync::OnceLock::new();
-        let text = include_str!("library/names.toml");
-        let table =
-            TABLE.get_or_init(|| toml::from_str(text).expect("the embedded table is well-formed, which a test shows"));
-        table.get(model_type).map(|row| Self(row))
+        static TABLE: LazyLock<BTreeMap<String, String>> =
+            LazyLock::new(|| embedded_table(include_str!("library/names.toml")));
+        TABLE.get(model_type).map(|row| Self(row))
     }
 
     /// Whether a class has a name like those of the library for this model type.

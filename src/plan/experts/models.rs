@@ -7,6 +7,7 @@ use std::{
 };
 
 use ckfs_checkpoint::Checkpoint;
+use ckfs_layouts::embedded_table;
 use fancy_regex::Regex;
 use serde::Deserialize;
 
@@ -309,9 +310,7 @@ impl ModelNames {
 }
 
 /// The file. Only the rows that are requested are compiled.
-static MODELS: LazyLock<ModelsFile> = LazyLock::new(|| {
-    toml::from_str(include_str!("models.toml")).expect("the file is in the program, and a test reads it")
-});
+static MODELS: LazyLock<ModelsFile> = LazyLock::new(|| embedded_table(include_str!("models.toml")));
 
 #[cfg(test)]
 mod tests {

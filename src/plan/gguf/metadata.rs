@@ -3,6 +3,7 @@
 use std::sync::LazyLock;
 
 use ckfs_format::gguf::{GgufPairs, GgufValue, WrittenTensor};
+use ckfs_layouts::embedded_table;
 use regex::Regex;
 use serde::Deserialize;
 use serde_json::Value;
@@ -21,9 +22,7 @@ struct Keys {
     lists: Vec<Vec<String>>,
 }
 
-static KEYS: LazyLock<Keys> = LazyLock::new(|| {
-    toml::from_str(include_str!("metadata.toml")).expect("the file is in the program, and a test reads it")
-});
+static KEYS: LazyLock<Keys> = LazyLock::new(|| embedded_table(include_str!("metadata.toml")));
 
 /// What a part of a model's name tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

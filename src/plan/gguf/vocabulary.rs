@@ -7,6 +7,7 @@ use std::{
 
 use ckfs_checkpoint::GgufTokenizer;
 use ckfs_format::gguf::{GgufPairs, GgufValue, sentence_pieces};
+use ckfs_layouts::embedded_table;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -50,9 +51,7 @@ struct PreTokenizer {
     steps: Vec<String>,
 }
 
-static PRE_TOKENIZERS: LazyLock<PreTokenizers> = LazyLock::new(|| {
-    toml::from_str(include_str!("pre_tokenizers.toml")).expect("the file is in the program, and a test reads it")
-});
+static PRE_TOKENIZERS: LazyLock<PreTokenizers> = LazyLock::new(|| embedded_table(include_str!("pre_tokenizers.toml")));
 
 /// Text, kind and score of each token.
 type Tokens = Vec<(String, i32, f32)>;

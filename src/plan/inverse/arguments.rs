@@ -4,6 +4,7 @@
 use std::{collections::BTreeMap, sync::LazyLock};
 
 use ckfs_checkpoint::{Checkpoint, SavedArguments};
+use ckfs_layouts::embedded_table;
 use serde::Deserialize;
 use serde_json::Value as Json;
 
@@ -18,9 +19,7 @@ struct Table {
     config: BTreeMap<String, Vec<String>>,
 }
 
-static TABLE: LazyLock<Table> = LazyLock::new(|| {
-    toml::from_str(include_str!("arguments.toml")).expect("the file is in the program, and a test reads it")
-});
+static TABLE: LazyLock<Table> = LazyLock::new(|| embedded_table(include_str!("arguments.toml")));
 
 /// The problems of arguments that say something else than `layout` assumes, or than `config.json` says.
 pub(super) fn problems(checkpoint: &Checkpoint, layout: &str) -> Vec<Problem> {

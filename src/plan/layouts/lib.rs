@@ -1,11 +1,11 @@
-//! The layouts in the program, as data.
+//! The layouts and model families in the program, as data.
 //!
 //! A layout is a directory with a table `layout.toml` and a file of rules for each model family. The build finds them: a new
 //! directory is a new layout, in messages and help, too. What the rules mean is the business of the layer of plans.
 
 use std::{collections::BTreeMap, sync::LazyLock};
 
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 
 include!(concat!(env!("OUT_DIR"), "/directories.rs"));
 
@@ -65,14 +65,21 @@ struct LayoutTable {
 static LAYOUTS: LazyLock<Vec<EmbeddedLayout>> = LazyLock::new(|| {
     let mut found = Vec::new();
     for (table, files) in DIRECTORIES {
-        let LayoutTable { names, traits } =
-            toml::from_str(table).expect("the embedded table is well-formed, which a test shows");
+        let LayoutTable { names, traits } = embedded_table(table);
         let layout = |(name, params)| EmbeddedLayout { name, params, files, traits: traits.clone() };
         found.extend(names.into_iter().map(layout));
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     found
 });
+
+/// What a table in the program says.
+///
+/// # Panics
+/// If the text is none of that type: a test reads each table.
+pub fn embedded_table<T: DeserializeOwned>(text: &str) -> T {
+    toml::from_str(text).expect("the table is in the program, and a test reads it")
+}
 
 /// All layouts, in the order of their names.
 pub fn embedded_layouts() -> &'static [EmbeddedLayout] {

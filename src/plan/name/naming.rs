@@ -2,6 +2,7 @@
 
 use std::{borrow::Cow, fmt::Write as _, sync::LazyLock};
 
+use ckfs_layouts::embedded_table;
 use serde::Deserialize;
 use smallvec::SmallVec;
 
@@ -17,9 +18,7 @@ struct Words {
     experts: Vec<String>,
 }
 
-static WORDS: LazyLock<Words> = LazyLock::new(|| {
-    toml::from_str(include_str!("words.toml")).expect("the file is in the program, and a test reads it")
-});
+static WORDS: LazyLock<Words> = LazyLock::new(|| embedded_table(include_str!("words.toml")));
 
 /// Whether experts, or an expert's number, follow a word.
 pub(crate) fn is_of_experts(word: &str) -> bool {

@@ -8,15 +8,14 @@
 use std::{collections::BTreeMap, sync::LazyLock};
 
 use ckfs_checkpoint::Checkpoint;
+use ckfs_layouts::embedded_table;
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
 
 /// Classes by `model_type` of the whole model, and then by that of the nested configuration.
 type Classes = BTreeMap<String, BTreeMap<String, String>>;
 
-static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
-    toml::from_str(include_str!("text_models.toml")).expect("the file is in the program, and a test reads it")
-});
+static CLASSES: LazyLock<Classes> = LazyLock::new(|| embedded_table(include_str!("text_models.toml")));
 
 /// The rows of `parts.toml`.
 #[derive(Deserialize)]
@@ -37,9 +36,7 @@ struct PartRow {
     set: BTreeMap<String, Json>,
 }
 
-static PARTS: LazyLock<Parts> = LazyLock::new(|| {
-    toml::from_str(include_str!("parts.toml")).expect("the file is in the program, and a test reads it")
-});
+static PARTS: LazyLock<Parts> = LazyLock::new(|| embedded_table(include_str!("parts.toml")));
 
 /// The parts but the text model of a repository that are models by themselves, with their words.
 pub(crate) fn parts(checkpoint: &Checkpoint) -> impl Iterator<Item = (&'static str, TextModel)> {
