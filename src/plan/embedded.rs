@@ -13,7 +13,7 @@ use super::{
 };
 
 /// A layout in the program.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Embedded(pub(super) &'static EmbeddedLayout);
 
 impl Deref for Embedded {
@@ -23,14 +23,6 @@ impl Deref for Embedded {
         self.0
     }
 }
-
-impl PartialEq for Embedded {
-    fn eq(&self, other: &Self) -> bool {
-        self.name == other.name
-    }
-}
-
-impl Eq for Embedded {}
 
 /// Name of the parameter that chooses the file.
 pub(super) const FAMILY: &str = "family";

@@ -1,6 +1,11 @@
 //! The meaning of settings: the options of a plan.
 
-use std::{borrow::Cow, collections::BTreeMap, path::PathBuf, sync::Arc};
+use std::{
+    borrow::Cow,
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::{Arc, LazyLock},
+};
 
 use ckfs_checkpoint::{Checkpoint, Container};
 use ckfs_config::{
@@ -51,24 +56,10 @@ impl Layout {
         }
     }
 
-    /// What the program says of a layout in it.
-    pub(crate) fn traits(&self) -> Option<&'static LayoutTraits> {
-        if let Self::Embedded(embedded) = self { Some(&embedded.0.traits) } else { None }
-    }
-
-    /// Whether `--dtype` spares what the model's own code keeps in float32.
-    pub(crate) fn keeps_f32(&self) -> bool {
-        self.traits().is_none_or(|traits| traits.keeps_f32)
-    }
-
-    /// Whether its tensors are those of a loaded model, in float32 where the model's own code keeps them so.
-    pub(crate) fn is_loaded(&self) -> bool {
-        self.traits().is_some_and(|traits| traits.is_loaded)
-    }
-
-    /// Key of the dictionary that holds all tensors in formats of trees.
-    pub(crate) fn tree_root(&self) -> Option<&str> {
-        self.traits()?.tree_root.as_deref()
+    /// What the program says of a layout in it; of any other, nothing.
+    pub(crate) fn traits(&self) -> &'static LayoutTraits {
+        static NONE: LazyLock<LayoutTraits> = LazyLock::new(LayoutTraits::default);
+        if let Self::Embedded(embedded) = self { &embedded.0.traits } else { &NONE }
     }
 }
 

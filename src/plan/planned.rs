@@ -236,7 +236,9 @@ impl Plan {
         let uneven = spec.uneven(shape, &self.mesh).filter(|_| even);
         let problem = |(axis, parts)| Problem::Uneven { name: draft.name.clone(), axis, shape: shape.clone(), parts };
         let mut problems: Vec<Problem> = uneven.map(problem).collect();
-        let tiled = check_tiling(&draft.view, self.built_in());
+        // Without rules, views are of the few simple forms that the program itself makes.
+        let built_in = !matches!(self.layout, Layout::Embedded(_) | Layout::File(_));
+        let tiled = check_tiling(&draft.view, built_in);
         if let Err(error) = tiled.and_then(|()| self.check_shards(&draft.view, &spec)) {
             problems.push(Problem::Tensor { name: draft.name.clone(), reason: error.to_string() });
         }
@@ -265,14 +267,6 @@ impl Plan {
             let shard = view.region(&region(device)).expect("a spec makes regions inside the shape");
             shard.lower().map(drop)
         })
-    }
-
-    /// Whether views are of the few simple forms that the program itself makes.
-    fn built_in(&self) -> bool {
-        match self.layout {
-            Layout::Canonical | Layout::Gguf | Layout::Hf | Layout::Stored => true,
-            Layout::Embedded(_) | Layout::File(_) => false,
-        }
     }
 
     /// The tensor of this name, and its index.
@@ -460,7 +454,7 @@ impl Plan {
     /// Keys of a tensor in formats that hold trees of dictionaries, outermost first.
     pub fn keys(&self, tensor: &PlannedTensor) -> Vec<String> {
         let words = tensor.name.split('.').map(str::to_owned);
-        self.layout.tree_root().into_iter().map(str::to_owned).chain(words).collect()
+        self.layout.traits().tree_root.iter().cloned().chain(words).collect()
     }
 
     /// The same with words escaped that no file name can hold, as in paths.

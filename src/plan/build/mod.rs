@@ -346,13 +346,12 @@ impl<'a> Builder<'a> {
     where
         'a: 'b,
     {
-        let options = self.options;
+        let (options, traits) = (self.options, self.options.layout.traits());
         // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
-        let keeps_f32 = options.layout.keeps_f32() && options.dtype.is_some() && !stored::is_maxtext(wanted.seen());
-        let as_loaded = options.layout.is_loaded();
-        let keep_f32 = (keeps_f32 || as_loaded).then_some(&chosen.model);
+        let keeps_f32 = !traits.casts_f32 && options.dtype.is_some() && !stored::is_maxtext(wanted.seen());
+        let keep_f32 = (keeps_f32 || traits.is_loaded).then_some(&chosen.model);
         let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
-        if as_loaded { values.loaded() } else { values }
+        if traits.is_loaded { values.loaded() } else { values }
     }
 
     /// Drafts by a layout of rules.

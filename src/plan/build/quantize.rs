@@ -32,7 +32,7 @@ impl<'a> Builder<'a> {
             return if unused { Err(problem(reason.to_owned())) } else { Ok(None) };
         };
         if let Layout::Gguf | Layout::Embedded(_) | Layout::File(_) = &options.layout {
-            let reason = options.layout.traits().and_then(|traits| traits.not_quantized.as_deref());
+            let reason = options.layout.traits().not_quantized.as_deref();
             let reason = reason.unwrap_or(
                 "its rules make floats of the shapes that its program trains or fuses, and no codes and scales; expected the layout \
                  canonical, hf or stored",

@@ -10,7 +10,7 @@ use serde::{Deserialize, de::DeserializeOwned};
 include!(concat!(env!("OUT_DIR"), "/directories.rs"));
 
 /// A layout in the program.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct EmbeddedLayout {
     /// Its name.
     pub name: String,
@@ -23,34 +23,21 @@ pub struct EmbeddedLayout {
 }
 
 /// What holds for a directory of layouts as a whole.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LayoutTraits {
     /// Whether a model without a file of its own has the names of transformers' modules, which need no rules.
     pub by_modules: bool,
     /// Leaves of which every checkpoint of this layout has one, if such a checkpoint can be made back to a repository.
     pub anchors: Vec<String>,
-    /// Whether a requested dtype spares what the model's own code keeps in float32.
-    pub keeps_f32: bool,
+    /// Whether a requested dtype does not spare what the model's own code keeps in float32.
+    pub casts_f32: bool,
     /// Whether its tensors are those of a loaded model, in float32 where the model's own code keeps them so.
     pub is_loaded: bool,
     /// Key of the dictionary that holds all tensors in formats of trees.
     pub tree_root: Option<String>,
     /// Why its tensors cannot be quantized, and what to do instead, if it is not that its rules make floats.
     pub not_quantized: Option<String>,
-}
-
-impl Default for LayoutTraits {
-    fn default() -> Self {
-        Self {
-            by_modules: false,
-            anchors: Vec::new(),
-            keeps_f32: true,
-            is_loaded: false,
-            tree_root: None,
-            not_quantized: None,
-        }
-    }
 }
 
 /// The file `layout.toml`.
