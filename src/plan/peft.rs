@@ -189,7 +189,6 @@ impl OwnAdapter {
 fn config(checkpoint: &Checkpoint) -> Result<(Value, String), String> {
     const NAME: &str = "adapter_config.json";
     const BYTES_MAX: u64 = 64 << 20;
-    let source = checkpoint.source();
     let is_it = |path: &str| {
         let path = Path::new(path);
         let is_near =
@@ -199,13 +198,7 @@ fn config(checkpoint: &Checkpoint) -> Result<(Value, String), String> {
     let found =
         checkpoint.files().iter().find_map(|file| Some((file.path.clone(), file.file.filter(|_| is_it(&file.path))?)));
     let (text, label) = if let Some((path, id)) = found {
-        let len = source.len_bytes(id);
-        if len > BYTES_MAX {
-            return Err(format!("{path}: expected at most {BYTES_MAX} bytes, found {len}"));
-        }
-        let mut text = vec![0; usize::try_from(len).map_err(|error| format!("{path}: {error}"))?];
-        source.read_into(id, 0, &mut text).map_err(|error| error.to_string())?;
-        (text, path)
+        (checkpoint.source().read_whole(id, BYTES_MAX).map_err(|reason| format!("{path}: {reason}"))?, path)
     } else {
         let companion = checkpoint.companion();
         let beside = companion.and_then(|companion| companion.files.iter().find(|(path, _)| path == NAME));

@@ -369,6 +369,20 @@ impl dyn Source + '_ {
         self.fetch(file, &mut [FetchPart { start, target }])
     }
 
+    /// All bytes of a file of at most `bytes_max`, which fit memory.
+    ///
+    /// # Errors
+    /// The reason: it is longer, or its bytes do not come.
+    pub fn read_whole(&self, file: FileId, bytes_max: u64) -> Result<Vec<u8>, String> {
+        let len = self.len_bytes(file);
+        if len > bytes_max {
+            return Err(format!("expected at most {bytes_max} bytes, found {len}"));
+        }
+        let mut bytes = vec![0; usize::try_from(len).expect("the limit fits memory")];
+        self.read_into(file, 0, &mut bytes).map_err(|error| error.to_string())?;
+        Ok(bytes)
+    }
+
     /// How byte `at` of a file is stored, if the source decodes it from a chunk.
     pub fn coded(&self, file: FileId, at: u64) -> Option<Coded> {
         self.chunks()?.coded(file, at)

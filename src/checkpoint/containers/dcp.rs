@@ -255,7 +255,7 @@ fn arguments(
     }
     let (name, member) = RUN_CONFIG;
     let Some(id) = files.find(name) else { return Ok(None) };
-    let text = files.read(id, JSON_FILE_BYTES_MAX)?;
+    let text = files.source.read_whole(id, JSON_FILE_BYTES_MAX)?;
     let values = members_of(&String::from_utf8_lossy(&text), member);
     Ok(Some(SavedArguments { file: name.to_owned(), values }))
 }
@@ -278,7 +278,7 @@ fn members_of(document: &str, member: &str) -> Map<String, Json> {
 
 fn metadata(files: &PinnedFiles<'_>) -> Result<DcpState, String> {
     let id = files.find(DCP_METADATA).ok_or_else(|| "not there".to_owned())?;
-    let bytes = files.read(id, METADATA_BYTES_MAX)?;
+    let bytes = files.source.read_whole(id, METADATA_BYTES_MAX)?;
     let foreign = || foreign::refused_file(files.source, id, DCP_METADATA);
     DcpState::parse(&bytes).map_err(|error| foreign().unwrap_or_else(|| error.to_string()))
 }

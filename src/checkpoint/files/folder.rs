@@ -202,18 +202,4 @@ impl<'a> PinnedFiles<'a> {
     pub(crate) fn find(&self, path: &str) -> Option<FileId> {
         self.all().find(|(found, _)| *found == path).map(|(_, id)| id)
     }
-
-    /// All bytes of a file of at most `bytes_max`.
-    ///
-    /// # Errors
-    /// The reason: it is longer, or its bytes do not come.
-    pub(crate) fn read(&self, id: FileId, bytes_max: u64) -> Text {
-        let len = self.source.len_bytes(id);
-        if len > bytes_max {
-            return Err(format!("expected at most {bytes_max} bytes, found {len}"));
-        }
-        let mut bytes = vec![0; usize::try_from(len).expect("the limit fits memory")];
-        self.source.read_into(id, 0, &mut bytes).map_err(|error| error.to_string())?;
-        Ok(bytes)
-    }
 }

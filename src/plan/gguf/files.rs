@@ -32,13 +32,7 @@ impl ModelTexts<'_> {
         }
         let own = self.0.files().iter().find(|file| file.path == path && file.role == FileRole::Other);
         let Some(file) = own.and_then(|file| file.file) else { return Ok(None) };
-        let len = self.0.source().len_bytes(file);
-        if len > BYTES_MAX {
-            return Err(format!("{path}: expected at most {BYTES_MAX} bytes, found {len}"));
-        }
-        let mut bytes = vec![0; ckfs_tensor::to_usize(len)];
-        self.0.source().read_into(file, 0, &mut bytes).map_err(|error| format!("{path}: {error}"))?;
-        Ok(Some(bytes))
+        self.0.source().read_whole(file, BYTES_MAX).map(Some).map_err(|reason| format!("{path}: {reason}"))
     }
 
     /// A text with line feeds as line ends, as Python reads it; `None` if there is none.

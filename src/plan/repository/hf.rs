@@ -435,11 +435,6 @@ fn index(
     total: u64,
 ) -> Result<Option<Vec<u8>>, Problem> {
     let problem = |reason: String| Problem::Hf { path: path.to_owned(), reason };
-    let len = checkpoint.source().len_bytes(file);
-    if len > INDEX_BYTES_MAX {
-        return Err(problem(format!("expected at most {INDEX_BYTES_MAX} bytes, found {len}")));
-    }
-    let mut bytes = vec![0; usize::try_from(len).expect("a few hundred megabytes")];
-    checkpoint.source().read_into(file, 0, &mut bytes).map_err(|error| problem(error.to_string()))?;
+    let bytes = checkpoint.source().read_whole(file, INDEX_BYTES_MAX).map_err(problem)?;
     rewritten_index(&bytes, weight_map, total).map_err(|error| problem(error.to_string()))
 }

@@ -116,7 +116,7 @@ fn count(job: &RankJob<'_>, names: &[(u64, u64)]) -> Result<(), String> {
         return Err(lacking(world, ranks.len(), &format!("rank {}{more}", missing.join(", "))));
     }
     let Some(note) = job.files.find(&format!("{}{CONFIG}", job.below)) else { return Ok(()) };
-    let note = job.files.read(note, CONFIG_BYTES_MAX).map_err(|error| format!("{CONFIG}: {error}"))?;
+    let note = job.files.source.read_whole(note, CONFIG_BYTES_MAX).map_err(|error| format!("{CONFIG}: {error}"))?;
     let note: serde_json::Value = serde_json::from_slice(&note).map_err(|error| format!("{CONFIG}: {error}"))?;
     match note.get("world_size").and_then(serde_json::Value::as_u64) {
         Some(noted) if noted != world => {
