@@ -48,6 +48,12 @@ impl From<ShapeError> for ViewError {
     }
 }
 
+impl From<ViewError> for String {
+    fn from(error: ViewError) -> Self {
+        error.0
+    }
+}
+
 /// An expression over tensors, with a shape and a dtype.
 #[derive(Clone, Debug)]
 pub struct View {

@@ -131,7 +131,6 @@ impl LoadConverter {
         is_last: bool,
         checkpoint: &Checkpoint,
     ) -> Result<Labelled, String> {
-        let text = |error: ViewError| error.to_string();
         // One tensor with one name to come has that name after the last operation.
         let label = |label: String| if is_last && self.to.len() == 1 { self.to[0].clone() } else { label };
         let each = |of: Labelled, change: &dyn Fn(&str, &View) -> Result<View, String>| {
@@ -144,12 +143,10 @@ impl LoadConverter {
         match op {
             LoadOperation::Concatenate { axis } => {
                 let all: Vec<View> = of.into_iter().flat_map(|(_, views)| views).collect();
-                Ok(vec![(self.to[0].clone(), vec![View::concat(*axis, &all).map_err(text)?])])
+                Ok(vec![(self.to[0].clone(), vec![View::concat(*axis, &all)?])])
             }
             LoadOperation::Stack => {
-                let stacked = |(before, views): (String, Vec<View>)| {
-                    Ok((label(before), vec![View::stack(0, &views).map_err(text)?]))
-                };
+                let stacked = |(before, views): (String, Vec<View>)| Ok((label(before), vec![View::stack(0, &views)?]));
                 of.into_iter().map(stacked).collect()
             }
             LoadOperation::Chunk { axis } => {
@@ -186,7 +183,7 @@ impl LoadConverter {
                     if found < rows {
                         return Err(format!("{found} rows, and {member} of config.json is {rows}"));
                     }
-                    view.slice(0, 0, rows, 1).map_err(text)
+                    Ok(view.slice(0, 0, rows, 1)?)
                 })
             }
             LoadOperation::Groups { axis } => {
@@ -197,10 +194,10 @@ impl LoadConverter {
                         if size * count != views.len() {
                             return Err(format!("{} tensors are no {count} equal groups", views.len()));
                         }
-                        View::stack(0, &views[at * size..(at + 1) * size]).map_err(text)
+                        Ok(View::stack(0, &views[at * size..(at + 1) * size])?)
                     };
                     let groups = of.iter().map(group).collect::<Result<Vec<View>, String>>()?;
-                    Ok((name.clone(), vec![View::concat(*axis, &groups).map_err(text)?]))
+                    Ok((name.clone(), vec![View::concat(*axis, &groups)?]))
                 };
                 self.to.iter().enumerate().map(one).collect()
             }
@@ -210,7 +207,7 @@ impl LoadConverter {
                     return Err(format!("expected {} axes, found {}", one.max(other) + 1, axes.len()));
                 }
                 axes.swap(*one, *other);
-                view.transpose(&axes).map_err(text)
+                Ok(view.transpose(&axes)?)
             }),
             LoadOperation::Interleave { axis } => each(of, &|_, view| halves_of_pairs(view, *axis, 1)),
             LoadOperation::Rope { config, heads, default, only } => {
@@ -228,7 +225,7 @@ impl LoadConverter {
         let mut start = 0;
         let part = |(label, extent): (&String, &u64)| {
             let stop = start + extent;
-            let part = view.slice(axis, start, stop, 1).map_err(|error| error.to_string())?;
+            let part = view.slice(axis, start, stop, 1)?;
             start = stop;
             Ok((label.clone(), vec![part]))
         };
@@ -251,7 +248,6 @@ fn extent(view: &View, axis: usize) -> Result<u64, String> {
 
 /// An axis of `groups` groups of pairs: in each group all first elements of pairs, then all second ones.
 fn halves_of_pairs(view: &View, axis: usize, groups: u64) -> Result<View, String> {
-    let text = |error: ViewError| error.to_string();
     let pairs = extent(view, axis)?;
     if groups == 0 || !pairs.is_multiple_of(2 * groups) {
         return Err(format!("{pairs} elements of axis {axis} are no pairs in each of {groups} heads"));
@@ -260,9 +256,9 @@ fn halves_of_pairs(view: &View, axis: usize, groups: u64) -> Result<View, String
     split.splice(axis..=axis, [groups, pairs / groups / 2, 2]);
     let mut axes: Vec<usize> = (0..split.len()).collect();
     axes.swap(axis + 1, axis + 2);
-    let split = Shape::try_new(&split).map_err(|error| error.to_string())?;
-    let turned = view.reshape(&split).map_err(text)?.transpose(&axes).map_err(text)?;
-    turned.reshape(view.shape()).map_err(text)
+    let split = Shape::try_new(&split).map_err(ViewError::from)?;
+    let turned = view.reshape(&split)?.transpose(&axes)?;
+    Ok(turned.reshape(view.shape())?)
 }
 
 /// A number of a nested configuration, or of the whole one where it is not nested.

@@ -4,27 +4,23 @@ use std::collections::BTreeMap;
 
 use ckfs_tensor::{Shape, View, ViewError};
 
-use super::invert::{InverseError, Places};
+use super::invert::Places;
 
 /// That no part has `start..stop` of an axis.
-fn missing(axis: usize, start: u64, stop: u64, extent: u64) -> InverseError {
-    InverseError(format!("no leaf holds {start}..{stop} of axis {axis}, whose extent is {extent}"))
+fn missing(axis: usize, start: u64, stop: u64, extent: u64) -> String {
+    format!("no leaf holds {start}..{stop} of axis {axis}, whose extent is {extent}")
 }
 
 /// That two parts have the same elements.
-fn twice(axis: usize) -> InverseError {
-    InverseError(format!("two leaves hold the same part of axis {axis}"))
+fn twice(axis: usize) -> String {
+    format!("two leaves hold the same part of axis {axis}")
 }
 
 /// The tensor of these parts. Elements that no part has come from `rest`, a tensor of the same shape and dtype.
 ///
 /// # Errors
 /// Elements that no part has, or that two have..
-pub(super) fn assemble(
-    shape: &Shape,
-    parts: Vec<(Vec<Places>, View)>,
-    rest: Option<&View>,
-) -> Result<View, InverseError> {
+pub(super) fn assemble(shape: &Shape, parts: Vec<(Vec<Places>, View)>, rest: Option<&View>) -> Result<View, String> {
     join(shape.extents(), 0, parts, rest)
 }
 
@@ -34,7 +30,7 @@ fn join(
     axis: usize,
     mut parts: Vec<(Vec<Places>, View)>,
     rest: Option<&View>,
-) -> Result<View, InverseError> {
+) -> Result<View, String> {
     let Some(extent) = extents.get(axis).copied() else {
         return match (parts.pop(), parts.is_empty()) {
             (Some((_, view)), true) => Ok(view),
@@ -84,14 +80,14 @@ fn interleave(
     axis: usize,
     step: u64,
     groups: BTreeMap<Places, Parts>,
-    group: &dyn Fn(Places, Parts) -> Result<View, InverseError>,
-) -> Result<View, InverseError> {
+    group: &dyn Fn(Places, Parts) -> Result<View, String>,
+) -> Result<View, String> {
     let count = extent / step;
     let mut views = Vec::with_capacity(groups.len());
     for (places, parts) in groups {
         let expected = Places { start: views.len() as u64, step: if count > 1 { step } else { 1 }, count };
         if places != expected || !extent.is_multiple_of(step) {
-            return Err(InverseError(format!("the parts of axis {axis} do not interleave regularly")));
+            return Err(format!("the parts of axis {axis} do not interleave regularly"));
         }
         views.push(group(places, parts)?);
     }

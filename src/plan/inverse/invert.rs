@@ -49,27 +49,16 @@ pub(super) struct LeafPart {
     pub(super) is_forced: bool,
 }
 
-/// Why a leaf or its parts give no targets.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub(super) struct InverseError(pub(super) String);
-
-impl From<ViewError> for InverseError {
-    fn from(error: ViewError) -> Self {
-        Self(error.to_string())
-    }
-}
-
 /// A rule without an inverse.
-fn no_inverse(what: &str) -> InverseError {
-    InverseError(format!("the rule {what}, which has no inverse"))
+fn no_inverse(what: &str) -> String {
+    format!("the rule {what}, which has no inverse")
 }
 
 /// The parts of targets that a stored leaf holds. `leaf` is its view over targets; `stored` has the same shape.
 ///
 /// # Errors
-/// [`InverseError`].
-pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<LeafPart>, InverseError> {
+/// The rule has no inverse.
+pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<LeafPart>, String> {
     let mut parts = Vec::new();
     let places = leaf.shape().extents().iter().map(|extent| Places::all(*extent)).collect();
     undo(leaf, places, stored, false, &mut parts)?;
@@ -101,7 +90,7 @@ fn undo(
     value: View,
     is_forced: bool,
     parts: &mut Vec<LeafPart>,
-) -> Result<(), InverseError> {
+) -> Result<(), String> {
     match of.op() {
         Op::Source(tensor) => parts.push(LeafPart { target: tensor.id, places, view: value, is_forced }),
         // A constant tells nothing of a target.
@@ -184,7 +173,7 @@ fn undo_between(
     value: &View,
     is_forced: bool,
     parts: &mut Vec<LeafPart>,
-) -> Result<(), InverseError> {
+) -> Result<(), String> {
     let chosen = places[axis];
     let (first, last) = chosen.inside(low, high);
     if first >= last {
@@ -204,7 +193,7 @@ fn undo_run(
     value: &View,
     is_forced: bool,
     parts: &mut Vec<LeafPart>,
-) -> Result<(), InverseError> {
+) -> Result<(), String> {
     let chosen = places[axis];
     let (first, last) = chosen.inside(low, low + run.count);
     if first >= last {

@@ -19,12 +19,12 @@ use std::{
 };
 
 use ckfs_checkpoint::Checkpoint;
-use ckfs_tensor::{DType, Shape, TensorId, View};
+use ckfs_tensor::{DType, Shape, TensorId, View, ViewError};
 use serde_json::Value as Json;
 
 use self::{
     assemble::assemble,
-    invert::{InverseError, LeafPart, Places},
+    invert::{LeafPart, Places},
 };
 use super::{
     LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
@@ -224,7 +224,7 @@ impl Inversion<'_> {
                 Ok(Some(view)) => tensors.push((fill.own_name(&target.name).to_owned(), view)),
                 Ok(None) => {}
                 Err(error) => {
-                    incomplete.entry((stars(&target.name), error.to_string())).or_default().push(&target.name);
+                    incomplete.entry((stars(&target.name), error)).or_default().push(&target.name);
                 }
             }
             made.insert(target.name.as_str());
@@ -357,9 +357,7 @@ impl Inversion<'_> {
                         parts[part.target.0 as usize].push((part, info.dtype));
                     }
                 }
-                Err(error) => {
-                    self.problems.push(Problem::File { file: draft.name.clone(), reason: error.to_string() });
-                }
+                Err(reason) => self.problems.push(Problem::File { file: draft.name.clone(), reason }),
             }
         }
         self.reading.resolved.drafts = drafts;
@@ -404,7 +402,7 @@ impl Inversion<'_> {
         parts: Vec<(LeafPart, DType)>,
         dtype: Option<DType>,
         fill: Option<TensorId>,
-    ) -> Result<Option<View>, InverseError> {
+    ) -> Result<Option<View>, String> {
         let fill = fill.filter(|id| self.checkpoint.tensor(*id).shape == target.shape.extents());
         let fill = fill.and_then(|id| self.values.view(id, None).ok());
         if parts.is_empty() && fill.is_none() {
@@ -417,7 +415,7 @@ impl Inversion<'_> {
         };
         let fill = fill.map(cast).transpose()?;
         let cast_part = |(part, _): (LeafPart, DType)| Ok((part.places, cast(part.view)?));
-        let parts = parts.into_iter().map(cast_part).collect::<Result<Vec<(Vec<Places>, View)>, InverseError>>()?;
+        let parts = parts.into_iter().map(cast_part).collect::<Result<Vec<(Vec<Places>, View)>, ViewError>>()?;
         assemble(&target.shape, parts, fill.as_ref()).map(Some)
     }
 

@@ -196,7 +196,7 @@ impl Keeping<'_> {
         let module = codes.strip_suffix(row.codes).expect("the row was found by it");
         let stored = self.stored(weight, module)?;
         for (end, make) in row.parts {
-            let view = self.part(*make, weight, stored, module).map_err(|error| error.to_string())?;
+            let view = self.part(*make, weight, stored, module)?;
             self.made.extend(view.map(|view| Composed::view(format!("{module}{end}"), weight.operands[0], view)));
         }
         self.modules.entry(stored).or_default().push(module.to_owned());
@@ -231,7 +231,7 @@ impl Keeping<'_> {
                 }
             }
             _ => {
-                let view = weight.view().map_err(|error| error.to_string())?;
+                let view = weight.view()?;
                 let (codes, _, scales) = integers(&view).ok_or("expected integers with zero points and scales")?;
                 let (bits, extents) = (codes.field.bits(), weight.shape().extents());
                 let (out, inner) = (extents[0], extents[1]);
@@ -316,8 +316,7 @@ impl Keeping<'_> {
             ("k_scale" | "v_scale", Requantize::ModelOpt) => (word, view.map(View::source)),
             _ => return Err("a scale of activations, for which the form has no place".to_owned()),
         };
-        let view = view.map_err(|error| error.to_string())?;
-        Ok(Some(Composed::view(format!("{module}.{word}"), id, view)))
+        Ok(Some(Composed::view(format!("{module}.{word}"), id, view?)))
     }
 
     fn is_nvfp4(&self) -> bool {
@@ -337,7 +336,7 @@ impl Keeping<'_> {
                 let module = format!("{before}{expert}.{word}");
                 for (end, id) in operands.into_iter().chain([(".bias", bias)]) {
                     let Some(id) = id else { continue };
-                    let rows = || {
+                    let rows = || -> Result<View, ViewError> {
                         let all = View::source(self.source(id)?).slice(0, expert, expert + 1, 1)?;
                         let extents = all.shape().extents()[1..].to_vec();
                         let rows = all.reshape(&Shape::try_new(&extents)?)?.slice(0, first, extents[0], turns)?;
@@ -345,7 +344,7 @@ impl Keeping<'_> {
                         let shape: Vec<u64> = [rows.shape().extents()[0]].into_iter().chain(columns).collect();
                         rows.reshape(&Shape::try_new(&shape)?)
                     };
-                    let view = rows().map_err(|error: ViewError| error.to_string())?;
+                    let view = rows()?;
                     self.made.push(Composed::view(format!("{module}{end}"), id, view));
                 }
                 self.modules.entry(Stored::Mxfp4).or_default().push(module);
@@ -397,7 +396,7 @@ impl Keeping<'_> {
         let mut made = Vec::new();
         for (at, end) in ["_blocks", "_scales", "_bias"].into_iter().enumerate() {
             let ids = rows.values().map(|number| operand(*number, at)).collect::<Result<Vec<_>, _>>()?;
-            let stacked = || {
+            let stacked = || -> Result<View, ViewError> {
                 let of = ids.iter().map(|id| Ok(View::source(self.source(*id)?)));
                 let of = of.collect::<Result<Vec<_>, ViewError>>()?;
                 let turns = of.chunks(words.len()).map(|of_expert| View::stack(1, of_expert));
@@ -409,7 +408,7 @@ impl Keeping<'_> {
                 };
                 all.reshape(&Shape::try_new(&[vec![*experts, rows * turns], columns].concat())?)
             };
-            let view = stacked().map_err(|error: ViewError| error.to_string())?;
+            let view = stacked()?;
             made.push(Composed::view(format!("{name}{end}"), ids[0], view));
         }
         self.made.extend(made);
@@ -422,7 +421,7 @@ impl Keeping<'_> {
         let found = self.checkpoint.quantized();
         let all: Vec<Quantized<'_>> = found.tensors.iter().filter(|tensor| tensor.scheme == "gptq").collect();
         let is_middle = |weight: &Quantized<'_>| -> Result<bool, String> {
-            let view = weight.view().map_err(|error| error.to_string())?;
+            let view = weight.view()?;
             let Some((_, zeros, _)) = integers(&view) else { return Ok(false) };
             let bits = zeros.field.bits();
             let middle = 1_u64 << (bits - 1);
