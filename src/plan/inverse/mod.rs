@@ -200,17 +200,11 @@ struct Inversion<'a> {
     problems: Vec<Problem>,
 }
 
-/// The dtypes of the leaves that a target comes from.
-#[derive(Clone, Copy, Debug, Default)]
-struct Origin {
-    stored: Option<DType>,
-    is_forced: bool,
-}
-
 impl Inversion<'_> {
     fn run(mut self) -> Result<Inverted, Vec<Problem>> {
         let leaves = self.leaves();
-        let common = self.common_dtype(&leaves);
+        let infos = leaves.iter().flatten().map(|id| self.checkpoint.tensor(*id));
+        let common = common_dtype(infos.map(|info| (info.dtype, info.bytes())));
         let parts = self.parts(&leaves);
         let fill = Fill::new(self.checkpoint, &self.reading, self.options.subset.text_only);
         let mut kept = BTreeSet::new();
@@ -240,21 +234,11 @@ impl Inversion<'_> {
             let name = &self.reading.file.name;
             warnings.push(format!("layout {name} has not been compared here with the program that it imitates"));
         }
-        let config = self.checkpoint.config().cloned().unwrap_or_default();
         let text = self.reading.file.text_model.as_ref();
-        let dialect = self.checkpoint.dialect();
         let is_requested = self.options.subset.text_only;
-        let is_text = dialect.text_config.is_some() && (!filled || is_requested);
-        let has_head = tensors.iter().any(|(name, _)| name.ends_with("lm_head.weight"));
-        let is_tied = dialect.tied || (dialect.tied_declared.is_none() && !has_head);
-        let wanted = text::Wanted { is_text, is_requested, is_tied };
-        let config = match text::configuration(config, text, &mut tensors, &wanted, &mut warnings) {
-            Ok(config) => config,
-            Err(problem) => {
-                self.problems.push(problem);
-                Json::Null
-            }
-        };
+        let is_text = self.checkpoint.dialect().text_config.is_some() && (!filled || is_requested);
+        let made = text::configuration(self.checkpoint, text, &mut tensors, (is_text, is_requested), &mut warnings);
+        let (config, is_text) = made.map_err(|problem| self.problems.push(problem)).unwrap_or_default();
         if !self.problems.is_empty() {
             return Err(self.problems);
         }
@@ -267,8 +251,8 @@ impl Inversion<'_> {
             tensors,
             layout,
             params,
-            is_text: is_text && text.is_some_and(|text| config["model_type"] == text.model_type.as_str()),
             config,
+            is_text,
             warnings,
             left_out,
             kept: fold(kept.iter().map(String::as_str), &[]),
@@ -324,12 +308,6 @@ impl Inversion<'_> {
         found
     }
 
-    /// The float type of most bytes.
-    fn common_dtype(&self, leaves: &[Option<TensorId>]) -> Option<DType> {
-        let infos = leaves.iter().flatten().map(|id| self.checkpoint.tensor(*id));
-        common_dtype(infos.map(|info| (info.dtype, info.bytes())))
-    }
-
     /// The parts of each target, with the dtype in which the part is stored.
     fn parts(&mut self, leaves: &[Option<TensorId>]) -> Vec<Vec<(LeafPart, DType)>> {
         let mut parts: Vec<Vec<(LeafPart, DType)>> = self.reading.targets.iter().map(|_| Vec::new()).collect();
@@ -373,14 +351,11 @@ impl Inversion<'_> {
         common: Option<DType>,
         kept: &mut BTreeSet<String>,
     ) -> Option<DType> {
-        let leaf = |part: &LeafPart, stored: DType| Origin { stored: Some(stored), is_forced: part.is_forced };
-        let origin = parts.iter().map(|(part, stored)| leaf(part, *stored)).reduce(|one, other| Origin {
-            // Parts of several types meet in one that holds all of their values.
-            stored: if one.stored == other.stored { one.stored } else { Some(DType::F32) },
-            is_forced: one.is_forced || other.is_forced,
-        });
-        let origin = origin.unwrap_or_default();
-        let own = if origin.is_forced { common.or(origin.stored) } else { origin.stored };
+        // Parts of several types meet in one that holds all of their values.
+        let both = |one, other| if one == other { one } else { DType::F32 };
+        let stored = parts.iter().map(|(_, stored)| *stored).reduce(both);
+        let is_forced = parts.iter().any(|(part, _)| part.is_forced);
+        let own = if is_forced { common.or(stored) } else { stored };
         if !own.is_some_and(DType::is_float) {
             return own;
         }

@@ -1,35 +1,28 @@
 //! The configuration of a repository made back from a checkpoint, which may hold the text model of a larger model only.
 
+use ckfs_checkpoint::Checkpoint;
 use ckfs_tensor::View;
 use serde_json::{Value as Json, json};
 
 use super::super::{problem::Problem, select::MTP_COUNTS, text_model::TextModel};
 
-/// What the configuration depends on besides the tensors.
-pub(super) struct Wanted {
-    /// Whether the tensors are those of the text model of a larger one.
-    pub(super) is_text: bool,
-    /// Whether the user requests only the text model.
-    pub(super) is_requested: bool,
-    /// Whether the output head of the whole model is the embedding.
-    pub(super) is_tied: bool,
-}
-
-/// The configuration that fits the tensors. If `is_text` is set, they are those of the text model of a larger one: the
-/// configuration and the names become those of the text model alone.
+/// The configuration that fits the tensors, and whether it is that of the text model of a larger one. `is_text` tells whether the
+/// tensors are those of the text model alone: configuration and names become its own. `is_requested` tells whether the user wants
+/// it so.
 ///
 /// # Errors
 /// There is no such text model.
 pub(super) fn configuration(
-    config: Json,
+    checkpoint: &Checkpoint,
     text: Option<&TextModel>,
     tensors: &mut [(String, View)],
-    wanted: &Wanted,
+    (is_text, is_requested): (bool, bool),
     warnings: &mut Vec<String>,
-) -> Result<Json, Problem> {
-    let mut config = config;
+) -> Result<(Json, bool), Problem> {
+    let (mut config, dialect) = (checkpoint.config().cloned().unwrap_or_default(), checkpoint.dialect());
+    let has_head = tensors.iter().any(|(name, _)| name.ends_with("lm_head.weight"));
     let model_type = config.get("model_type").and_then(Json::as_str).unwrap_or_default().to_owned();
-    if wanted.is_text && !text.is_some_and(|text| tensors.iter().any(|(name, _)| text.is_outside(name))) {
+    if is_text && !text.is_some_and(|text| tensors.iter().any(|(name, _)| text.is_outside(name))) {
         let Some(text) = text else {
             let reason = format!(
                 "{model_type} has parts beside the text model, which the checkpoint lacks: --fill-from SOURCE takes them from a \
@@ -42,18 +35,18 @@ pub(super) fn configuration(
              --fill-from SOURCE takes them from a repository that has them",
             text.architecture
         );
-        warnings.extend(Some(warning).filter(|_| !wanted.is_requested));
-        config = text.config(&config, wanted.is_tied);
+        warnings.extend(Some(warning).filter(|_| !is_requested));
+        let is_tied = dialect.tied || (dialect.tied_declared.is_none() && !has_head);
+        config = text.config(&config, is_tied);
     }
-    let now = config.get("model_type").and_then(Json::as_str).unwrap_or_default();
-    if let Some(text) = text.filter(|text| text.model_type == now) {
+    let now = text.filter(|text| config["model_type"] == text.model_type.as_str());
+    if let Some(text) = now {
         for (name, _) in tensors.iter_mut() {
             *name = text.name(name);
         }
     }
     if let Some(members) = config.as_object_mut() {
         let predicts = tensors.iter().any(|(name, _)| is_predictor(name));
-        let has_head = tensors.iter().any(|(name, _)| name.ends_with("lm_head.weight"));
         let says = |members: &serde_json::Map<String, Json>| members.contains_key("tie_word_embeddings");
         let is_said = says(members) || members.values().filter_map(Json::as_object).any(says);
         if !has_head && !is_said {
@@ -70,7 +63,7 @@ pub(super) fn configuration(
             }
         }
     }
-    Ok(config)
+    Ok((config, is_text && now.is_some()))
 }
 
 /// Whether a tensor is of a layer that predicts several tokens.
