@@ -29,11 +29,10 @@ struct PartRow {
     part: String,
     names: BTreeMap<String, String>,
     architecture: String,
-    member: Option<String>,
     /// The type of the member, where models of this type have several.
     nested: Option<String>,
-    #[serde(default)]
-    set: BTreeMap<String, Json>,
+    #[serde(flatten)]
+    config: PartConfig,
 }
 
 static PARTS: LazyLock<Parts> = LazyLock::new(|| embedded_table(include_str!("parts.toml")));
@@ -45,14 +44,15 @@ pub(crate) fn parts(checkpoint: &Checkpoint) -> impl Iterator<Item = (&'static s
     let there =
         rows.filter(|row| row.names.keys().any(|prefix| checkpoint.table().with_prefix(prefix).next().is_some()));
     let is_of_type = |row: &&PartRow| {
-        let nested = checkpoint.config().zip(row.member.as_deref()).and_then(|(whole, member)| inner(whole, member));
-        let found = nested.and_then(|nested| nested.get("model_type")).and_then(Json::as_str);
+        let nested =
+            checkpoint.config().zip(row.config.member.as_deref()).and_then(|(whole, member)| inner(whole, member));
+        let found = nested.and_then(|nested| nested.get("model_type")?.as_str());
         // Classes differ by it: without it none is known.
         row.nested.as_deref().is_none_or(|expected| found == Some(expected))
     };
     there.filter(is_of_type).map(|row| {
         let (names, architecture) = (row.names.clone(), row.architecture.clone());
-        let part = Some(PartConfig { member: row.member.clone(), set: row.set.clone() });
+        let part = Some(row.config.clone());
         (row.part.as_str(), TextModel { model_type: String::new(), architecture, names, part })
     })
 }
@@ -68,6 +68,7 @@ pub(crate) struct PartConfig {
     /// The member that it is; `None` is the whole.
     member: Option<String>,
     /// Members that are another in it.
+    #[serde(default)]
     set: BTreeMap<String, Json>,
 }
 
@@ -75,7 +76,7 @@ pub(crate) struct PartConfig {
 const PREFIXES: [(&str, &str); 3] =
     [("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.lm_head.", "lm_head.")];
 
-/// Members of the whole model's configuration that the text model takes over if it has none of its own.
+/// Members of the whole model's configuration that a part takes over if it has none of its own.
 const INHERITED: [&str; 5] = ["dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id"];
 
 /// Files that describe the input of the other parts: images, video and sound.
@@ -153,32 +154,26 @@ impl TextModel {
     /// The text model's configuration by itself. `tied` says whether the whole model's output head is the embedding,
     /// which the whole model's configuration may decide.
     pub(crate) fn config(&self, whole: &Json, tied: bool) -> Json {
-        if let Some(PartConfig { member, set }) = &self.part {
-            let nested = member.as_ref().map_or(Some(whole), |member| inner(whole, member));
-            let mut config = nested.cloned().unwrap_or_default();
-            if let Some(members) = config.as_object_mut() {
-                for key in ["dtype", "torch_dtype", "transformers_version"] {
-                    if let (false, Some(value)) = (members.contains_key(key), whole.get(key)) {
-                        members.insert(key.to_owned(), value.clone());
-                    }
-                }
-                members.extend(set.iter().map(|(key, value)| (key.clone(), value.clone())));
-                members.insert("architectures".to_owned(), json!([self.architecture]));
-            }
-            return config;
-        }
-        let is_own = |value: &Json| value.get("model_type").and_then(Json::as_str) == Some(self.model_type.as_str());
-        let nested = whole.as_object().into_iter().flatten().find(|(_, value)| value.is_object() && is_own(value));
-        let nested = nested.map(|(_, value)| value).or_else(|| whole.get("text_config"));
+        let is_own = |value: &&Json| value.get("model_type").is_some_and(|of| *of == self.model_type.as_str());
+        let by_type = || whole.as_object().and_then(|members| members.values().find(is_own));
+        let nested = match &self.part {
+            Some(part) => part.member.as_ref().map_or(Some(whole), |member| inner(whole, member)),
+            None => by_type().or_else(|| whole.get("text_config")),
+        };
         let mut config = nested.cloned().unwrap_or_default();
         if let Some(members) = config.as_object_mut() {
-            for key in INHERITED {
-                if let (false, Some(value)) = (members.contains_key(key), whole.get(key)) {
-                    members.insert(key.to_owned(), value.clone());
+            // Only the text model has tokens.
+            for key in INHERITED.into_iter().filter(|key| self.is_text() || !key.ends_with("_token_id")) {
+                if let Some(value) = whole.get(key) {
+                    members.entry(key).or_insert_with(|| value.clone());
                 }
             }
-            members.insert("tie_word_embeddings".to_owned(), json!(tied));
-            members.insert("model_type".to_owned(), json!(self.model_type));
+            if let Some(part) = &self.part {
+                members.extend(part.set.clone());
+            } else {
+                members.insert("tie_word_embeddings".to_owned(), json!(tied));
+                members.insert("model_type".to_owned(), json!(self.model_type));
+            }
             members.insert("architectures".to_owned(), json!([self.architecture]));
         }
         config
