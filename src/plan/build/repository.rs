@@ -100,7 +100,7 @@ impl Builder<'_> {
         let alone = text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
         let config = inverse.map(|inverted| &inverted.config).or(alone.as_ref()).or_else(|| checkpoint.config());
         let name = |name: &String| text.map_or_else(|| name.clone(), |text| text.name(name));
-        let tensor = |draft: &Draft| (name(&draft.name), draft.view.clone(), draft.roles.part.is_some());
+        let tensor = |draft: &Draft| (name(&draft.name), draft.view.clone());
         let tensors = drafts.iter().map(tensor).collect();
         let is_text = text.is_some_and(TextModel::is_text) || inverse.is_some_and(|inverted| inverted.is_text);
         let shard_bytes_max = options.shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);

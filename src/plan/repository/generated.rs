@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use ckfs_checkpoint::{Checkpoint, FileRole, json, natural};
-use ckfs_tensor::{DType, View};
+use ckfs_tensor::{DType, Op, View};
 use serde_json::{Map, Value as Json, json};
 
 use super::super::{
@@ -18,13 +18,13 @@ use super::super::{
 pub(crate) const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 
 /// The files of a repository with these tensors. With `is_text` they are those of the text model of a larger model. A tensor
-/// of more than `shard_bytes_max` bytes is a file by itself. Each tensor comes with whether it is a part of a quantized weight.
+/// of more than `shard_bytes_max` bytes is a file by itself.
 ///
 /// # Errors
 /// There is no configuration.
 pub(crate) fn files(
     checkpoint: &Checkpoint,
-    mut tensors: Vec<(String, View, bool)>,
+    mut tensors: Vec<(String, View)>,
     (config, is_text): (Option<&Json>, bool),
     shard_bytes_max: u64,
     quantizer: Option<&Quantizer<'_>>,
@@ -33,16 +33,15 @@ pub(crate) fn files(
         let reason = "expected one: give the model's directory or org/name by --config-from".to_owned();
         return Err(vec![Problem::Hf { path: "config.json".to_owned(), reason }]);
     };
-    tensors.sort_by(|(left, ..), (right, ..)| natural(left, right));
+    tensors.sort_by(|(left, _), (right, _)| natural(left, right));
     let nested = checkpoint.dialect().text_config.as_deref();
     // What is quantized tells nothing of the dtype of the model.
-    let plain = tensors.iter().filter(|(_, _, is_part)| !is_part).map(|(_, view, _)| (view.dtype(), bytes_of(view)));
+    let plain = tensors.iter().filter(|(_, view)| !is_part(view)).map(|(_, view)| (view.dtype(), bytes_of(view)));
     let mut config = with_dtype(config.clone(), nested, common_dtype(plain), true);
     let quantizer = quantizer.filter(|quantizer| quantizer.found_any());
     if let Some(quantizer) = quantizer {
         config = quantizer.of_config(config);
     }
-    let tensors: Vec<(String, View)> = tensors.into_iter().map(|(name, view, _)| (name, view)).collect();
     let text =
         |path: &str, value: &Json| HfFile { path: path.to_owned(), content: HfContent::Text(json::pretty(value)) };
     let mut files = vec![text("config.json", &config)];
@@ -81,6 +80,11 @@ pub(crate) fn files(
     }
     files.sort_by(|left, right| left.path.cmp(&right.path));
     Ok(files)
+}
+
+/// Whether a view is a part of a quantized weight.
+fn is_part(view: &View) -> bool {
+    if let Op::Reshape { of } = view.op() { is_part(of) } else { matches!(view.op(), Op::Encoded { .. }) }
 }
 
 fn bytes_of(view: &View) -> u64 {

@@ -5,7 +5,7 @@
 
 use ckfs_checkpoint::{Checkpoint, Container, FileRole, json, rewritten_index};
 use ckfs_source::FileId;
-use ckfs_tensor::{DType, Op, TensorId, View};
+use ckfs_tensor::{DType, TensorId, View};
 use hashbrown::HashMap;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value, json};
@@ -109,7 +109,8 @@ pub(crate) fn plan(
         && checkpoint.config() == original.config()
         && originals(original).all(|(_, _, id)| original.is_whole(id))
         && checkpoint.tensors().len() == original.tensors().len();
-    let unchanged = || originals(original).map(|(_, path, id)| original_file(path, id)).collect();
+    let file = |path: &str, content| HfFile { path: path.to_owned(), content };
+    let unchanged = || originals(original).map(|(_, path, id)| file(path, HfContent::Original(id))).collect();
     let is_merged = original.merges().is_some();
     if has_all && !is_merged && !values.converts() && names.keep_all() && std::ptr::eq(checkpoint, original) {
         return Ok(unchanged());
@@ -152,11 +153,11 @@ pub(crate) fn plan(
             texts.remove(&id).map_or(HfContent::Original(id), HfContent::Text)
         };
         let is_weights = *role == FileRole::Weights || path.ends_with(".bin.index.json");
-        files.push(HfFile { path: shown_path(path, is_converted && is_weights), content });
+        files.push(file(&shown_path(path, is_converted && is_weights), content));
     }
     let recoded = checkpoint.config().filter(|_| checkpoint.is_recoded()).and_then(quantization_file);
     if let Some(value) = quantizer.and_then(Quantizer::file).or(recoded) {
-        files.push(HfFile { path: HF_QUANT_CONFIG.to_owned(), content: HfContent::Text(json::pretty(&value)) });
+        files.push(file(HF_QUANT_CONFIG, HfContent::Text(json::pretty(&value))));
         files.sort_by(|left, right| left.path.cmp(&right.path));
     }
     Ok(files)
@@ -171,14 +172,9 @@ pub(crate) fn tensors(
     values: &Values<'_>,
     names: HfNames<'_>,
     quantizer: Option<&Quantizer<'_>>,
-) -> Result<Vec<(String, View, bool)>, Vec<Problem>> {
+) -> Result<Vec<(String, View)>, Vec<Problem>> {
     let head = names.tie.then(|| names::tied_head(values.checkpoint())).flatten();
-    let is_part = |view: &View| matches!(view.op(), Op::Encoded { .. });
-    let tensor = |(_, name, view): Shown| {
-        let is_part = is_part(&view);
-        (name, view, is_part)
-    };
-    Ok(shown(original, values, names, head, quantizer)?.into_iter().map(tensor).collect())
+    Ok(shown(original, values, names, head, quantizer)?.into_iter().map(|(_, name, view)| (name, view)).collect())
 }
 
 /// All tensors of `hf/`, in order, and then the tied head, of which the name and that of the embedding are given.
@@ -190,7 +186,6 @@ fn shown(
     quantizer: Option<&Quantizer<'_>>,
 ) -> Result<Vec<Shown>, Vec<Problem>> {
     let checkpoint = values.checkpoint();
-    let renamed = |name: &str| names.apply(name);
     let tensors: Vec<_> = checkpoint.tensors().collect();
     let of_name = |name: &str| {
         let id = checkpoint.find(name)?;
@@ -200,7 +195,7 @@ fn shown(
         .into_par_iter()
         .map(|(id, info)| {
             let view = values.view(id, values.dtype_of(id, &[info.name]))?;
-            let name = renamed(info.name)?;
+            let name = names.apply(info.name)?;
             let Some(quantizer) = quantizer else { return Ok(vec![(id, name, view)]) };
             let Some(codes) = quantizer.codes(info.name, &view, &of_name)? else { return Ok(vec![(id, name, view)]) };
             let parts = quantizer.parts(info.name, &codes)?.unwrap_or_default();
@@ -217,7 +212,7 @@ fn shown(
     let may_collide = !names.keep_all() || head.is_some();
     if let Some((head, embedding)) = head {
         let found = checkpoint.find(&embedding).and_then(|id| shown.iter().find(|(other, ..)| *other == id)).cloned();
-        let name = renamed(&head).map_err(|problem| vec![problem])?;
+        let name = names.apply(&head).map_err(|problem| vec![problem])?;
         shown.extend(found.map(|(id, _, view)| (id, name, view)));
     }
     // A checkpoint's own names differ.
@@ -337,10 +332,6 @@ fn originals(checkpoint: &Checkpoint) -> impl Iterator<Item = (&FileRole, &str, 
         .filter_map(|file| Some((&file.role, file.path.as_str(), file.file?)))
 }
 
-fn original_file(path: &str, id: FileId) -> HfFile {
-    HfFile { path: path.to_owned(), content: HfContent::Original(id) }
-}
-
 /// The metadata that transformers demands, and nothing else.
 pub(crate) fn plain_metadata() -> Vec<(String, String)> {
     vec![("format".to_owned(), "pt".to_owned())]
@@ -366,7 +357,7 @@ fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>,
 /// `config.json` with this dtype of the weights; with `undone`, without a quantization. `nested` is the member with the text
 /// model's own configuration.
 pub(crate) fn with_dtype(mut config: Value, nested: Option<&str>, dtype: Option<DType>, undone: bool) -> Value {
-    let name = dtype.and_then(torch_name);
+    let name = dtype.filter(|dtype| dtype.is_float()).map(DType::name);
     let had_dtype = config.get("dtype").is_some();
     let rewrite = |members: &mut serde_json::Map<String, Value>, top: bool| {
         if let Some(name) = name {
@@ -419,10 +410,6 @@ const QUANTIZATION_FILES: [&str; 3] = ["hf_quant_config.json", "quantize_config.
 
 /// Members of `config.json` that tell how weights are quantized; the last is MLX's.
 const QUANTIZATION: [&str; 3] = ["quantization_config", "compression_config", "quantization"];
-
-fn torch_name(dtype: DType) -> Option<&'static str> {
-    dtype.is_float().then(|| dtype.name())
-}
 
 /// Longest index that is rewritten, in bytes.
 const INDEX_BYTES_MAX: u64 = 256 << 20;
