@@ -107,8 +107,8 @@ pub(super) fn fits(plan: &Plan, kinds: &TensorKinds) -> Result<(), String> {
         return Err(format!("the tensors have {chunks} shards, at most {CHUNKS_MAX} can be described: {remedy}"));
     }
     let files = plan.first_holders().len() as u64;
-    if files > FILES_MAX || files.saturating_mul(kinds.len() as u64) > SHAPES_MAX {
-        let kinds = kinds.len();
+    if files > FILES_MAX || files.saturating_mul(kinds.first.len() as u64) > SHAPES_MAX {
+        let kinds = kinds.first.len();
         return Err(format!(
             "{files} devices hold shards of {kinds} kinds of tensors, at most {SHAPES_MAX} for both together are possible: \
              {remedy}"
@@ -149,11 +149,11 @@ impl DcpMetadata {
         let holders = plan.first_holders();
         let dtypes = plan.bundle().map(|tensor| tensor.view.dtype());
         let writer = DcpWriter::new(narrow(holders.len() as u64), dtypes).expect("types that torch lacks were refused");
-        let mut used = vec![false; kinds.len()];
+        let mut used = vec![false; kinds.first.len()];
         for tensor in &tensors {
-            used[kinds.of(*tensor)] = true;
+            used[kinds.of[*tensor]] = true;
         }
-        let firsts = || (0..kinds.len()).map(|kind| &plan.tensors[kinds.first(kind)]);
+        let firsts = || kinds.first.iter().map(|first| &plan.tensors[*first]);
         let used_firsts = firsts().zip(&used).filter(|(_, used)| **used).map(|(first, _)| first);
         let classes = ShardClasses::new(&holders, used_firsts, |tensor, device| plan.own_region(tensor, device));
         let (shapes, shape_of) = shapes(&plan, firsts(), &classes.first);
@@ -190,7 +190,7 @@ impl DcpMetadata {
     }
 
     fn blocks(&self, number: usize) -> &[ChunkBlock] {
-        &self.blocks[self.kinds.of(self.tensors[number])]
+        &self.blocks[self.kinds.of[self.tensors[number]]]
     }
 
     /// Files of the devices in a block of a tensor's chunks, and the regions, without empty ones.
@@ -205,7 +205,7 @@ impl DcpMetadata {
     }
 
     fn kind_blocks(&self, kind: usize) -> Vec<ChunkBlock> {
-        let first = &self.plan.tensors[self.kinds.first(kind)];
+        let first = &self.plan.tensors[self.kinds.first[kind]];
         let mut length = byte_counter();
         let (mut next, mut chunks_end, mut segments_end) = (0, 0, 0);
         let count = self.plan.holder_count(first).div_ceil(BLOCK);
@@ -227,7 +227,7 @@ impl DcpMetadata {
     fn add(&self, number: usize, files: &mut Segments) -> Arc<[(u64, u64)]> {
         let classes = self.classes.first.len();
         let dtype = self.tensor(number).view.dtype();
-        let shapes = &self.shape_of[self.kinds.of(self.tensors[number]) * classes..][..classes];
+        let shapes = &self.shape_of[self.kinds.of[self.tensors[number]] * classes..][..classes];
         let add = |(class, shape): (usize, &u32)| {
             let shape = shape.checked_sub(1).map(|place| &self.shapes[place as usize]);
             shape.map_or((0, 0), |shape| files.add(class, dtype, shape))

@@ -83,15 +83,15 @@ impl ManifestRecords {
         let head = count(&|out| manifest.head(out));
         let blocks = manifest.device_blocks();
         let devices: Vec<u64> = (0..=blocks).map(|block| count(&|out| manifest.device_block(block, out))).collect();
-        let regions = (0..manifest.kinds.len()).map(|kind| {
-            let first = &manifest.plan.tensors[manifest.kinds.first(kind)];
+        let regions = manifest.kinds.first.iter().map(|first| {
+            let first = &manifest.plan.tensors[*first];
             starts((0..blocks).map(|block| count(&|out| manifest.region_block(first, block, out)))).split_off(1)
         });
         let regions: Vec<Vec<u64>> = regions.collect();
         let tensors = 0..manifest.plan.tensors.len();
         let before: Vec<u64> = tensors.clone().map(|tensor| count(&|out| manifest.before(tensor, out))).collect();
         let lengths = tensors.map(|tensor| {
-            let regions = regions[manifest.kinds.of(tensor)].last().copied().unwrap_or(0);
+            let regions = regions[manifest.kinds.of[tensor]].last().copied().unwrap_or(0);
             before[tensor] + regions + count(&|out| manifest.after(tensor, out))
         });
         let lengths: Vec<u64> = lengths.collect();
@@ -212,7 +212,7 @@ impl GeneratedRecords for ManifestRecords {
             None => vec![len],
             Some(tensor) => {
                 let before = self.before[tensor];
-                let regions = self.regions[self.kinds.of(tensor)].iter().map(|end| before + end);
+                let regions = self.regions[self.kinds.of[tensor]].iter().map(|end| before + end);
                 std::iter::once(before).chain(regions).chain([len]).collect()
             }
         }

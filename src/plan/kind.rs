@@ -13,50 +13,25 @@ type Key<'a> = (u32, Option<u64>, Option<u64>, &'a Shape, bool);
 #[derive(Clone, Debug, Default)]
 pub struct TensorKinds {
     /// The kind of each tensor.
-    of_tensor: Vec<u32>,
+    pub of: Vec<usize>,
     /// Number of the first tensor of each kind.
-    first: Vec<u32>,
+    pub first: Vec<usize>,
 }
 
 impl TensorKinds {
     /// The kinds of all tensors of a plan, in the order of their first tensors.
-    ///
-    /// # Panics
-    /// If the plan has 2^32 tensors, which a checkpoint's table excludes.
     pub fn new(plan: &Plan) -> Self {
-        let narrow = |number: usize| u32::try_from(number).expect("a table of tensors has fewer than 2^32 rows");
-        let mut known: HashMap<Key<'_>, u32> = HashMap::new();
-        let mut kinds = Self { of_tensor: Vec::with_capacity(plan.tensors.len()), first: Vec::new() };
+        let mut known: HashMap<Key<'_>, usize> = HashMap::new();
+        let mut kinds = Self { of: Vec::with_capacity(plan.tensors.len()), first: Vec::new() };
         for (index, tensor) in plan.tensors.iter().enumerate() {
             let is_paired = tensor.view.dtype() == DType::F4;
             let key = (tensor.spec, plan.expert_group(tensor), tensor.stage, tensor.view.shape(), is_paired);
-            let kind = *known.entry(key).or_insert_with(|| {
-                kinds.first.push(narrow(index));
-                narrow(kinds.first.len() - 1)
-            });
-            kinds.of_tensor.push(kind);
+            kinds.of.push(*known.entry(key).or_insert_with(|| {
+                kinds.first.push(index);
+                kinds.first.len() - 1
+            }));
         }
         kinds
-    }
-
-    /// Number of kinds.
-    pub fn len(&self) -> usize {
-        self.first.len()
-    }
-
-    /// Whether there are no tensors.
-    pub fn is_empty(&self) -> bool {
-        self.first.is_empty()
-    }
-
-    /// The kind of a tensor, both by number.
-    pub fn of(&self, tensor: usize) -> usize {
-        self.of_tensor[tensor] as usize
-    }
-
-    /// Number of the first tensor of a kind.
-    pub fn first(&self, kind: usize) -> usize {
-        self.first[kind] as usize
     }
 }
 
