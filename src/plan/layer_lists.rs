@@ -104,13 +104,6 @@ const OTHERS: [&str; 12] = [
 /// Members of an object that has layers of its own.
 const OWN_LAYERS: [&str; 6] = ["num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth", "model_type"];
 
-/// What a list of numbers counts from.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum CountedFrom {
-    Zero,
-    One,
-}
-
 impl KeptLayers<'_> {
     /// Cuts all members of the text model's configuration.
     ///
@@ -157,16 +150,13 @@ impl KeptLayers<'_> {
         self.layers.iter().position(|kept| *kept == layer)
     }
 
-    fn cut_member(&self, key: &str, value: &mut Value, base: Option<CountedFrom>) -> Result<(), String> {
+    fn cut_member(&self, key: &str, value: &mut Value, base: Option<u64>) -> Result<(), String> {
         if self.is_whole() {
             return Ok(());
         }
-        let entries = match value {
-            Value::Array(list) => list.len() as u64,
-            Value::String(text) => text.chars().count() as u64,
-            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => return Ok(()),
-        };
         let is_text = value.is_string();
+        let entries = value.as_str().map_or_else(|| value.as_array().map_or(0, Vec::len), |text| text.chars().count());
+        let entries = entries as u64;
         let is_as_many = entries == self.declared || entries == self.total;
         if (PER_LAYER.contains(&key) && !(is_text && key == "layer_types")) || (is_as_many && key.contains(SAYS_SO)) {
             if !is_as_many {
@@ -180,13 +170,12 @@ impl KeptLayers<'_> {
         }
         if let Some(numbers) = self.numbers(key, value) {
             let own = own_base(&numbers, self.declared);
-            let Some(base) = own.or(known_base(key)).or(base) else {
+            let Some(first) = own.or(known_base(key)).or(base) else {
                 if self.has_all_own() {
                     return Ok(());
                 }
                 return Err(format!("config.json has {key:?}, numbers of layers from 0 or from 1: not known which"));
             };
-            let first = u64::from(base == CountedFrom::One);
             let kept = numbers.iter().filter_map(|number| self.place(number.checked_sub(first)?));
             let kept: Vec<u64> = kept.map(|place| place as u64 + first).collect();
             let text = || kept.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
@@ -210,13 +199,11 @@ impl KeptLayers<'_> {
     fn pick(&self, value: &mut Value, entries: u64) {
         let layers = self.layers.iter().filter(|layer| **layer < entries);
         let places: Vec<usize> = layers.filter_map(|layer| usize::try_from(*layer).ok()).collect();
-        match value {
-            Value::Array(list) => *list = places.iter().filter_map(|place| list.get(*place).cloned()).collect(),
-            Value::String(text) => {
-                let letters: Vec<char> = text.chars().collect();
-                *text = places.iter().filter_map(|place| letters.get(*place)).collect();
-            }
-            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => {}
+        if let Value::Array(list) = value {
+            *list = places.iter().filter_map(|place| list.get(*place).cloned()).collect();
+        } else if let Value::String(text) = value {
+            let letters: Vec<char> = text.chars().collect();
+            *text = places.iter().filter_map(|place| letters.get(*place)).collect();
         }
     }
 
@@ -237,28 +224,20 @@ impl KeptLayers<'_> {
     }
 
     /// What the numbers in a member count from, if they tell it.
-    fn base_of(&self, key: &str, value: &Value) -> Option<CountedFrom> {
-        if PER_LAYER.contains(&key) || key.contains(SAYS_SO) {
-            None
-        } else {
-            own_base(&self.numbers(key, value)?, self.declared)
-        }
+    fn base_of(&self, key: &str, value: &Value) -> Option<u64> {
+        let is_per_layer = PER_LAYER.contains(&key) || key.contains(SAYS_SO);
+        own_base(&self.numbers(key, value).filter(|_| !is_per_layer)?, self.declared)
     }
 }
 
 /// What the numbers of a member of this name count from.
-fn known_base(key: &str) -> Option<CountedFrom> {
-    let from_zero = NUMBERS.contains(&key).then_some(CountedFrom::Zero);
-    from_zero.or_else(|| NUMBERS_FROM_ONE.contains(&key).then_some(CountedFrom::One))
+fn known_base(key: &str) -> Option<u64> {
+    NUMBERS.contains(&key).then_some(0).or_else(|| NUMBERS_FROM_ONE.contains(&key).then_some(1))
 }
 
 /// What these numbers count from: there is no layer 0 from 1, and no layer of the number of layers from 0.
-fn own_base(numbers: &[u64], declared: u64) -> Option<CountedFrom> {
-    match (numbers.contains(&0), numbers.contains(&declared)) {
-        (true, _) => Some(CountedFrom::Zero),
-        (false, true) => Some(CountedFrom::One),
-        (false, false) => None,
-    }
+fn own_base(numbers: &[u64], declared: u64) -> Option<u64> {
+    numbers.contains(&0).then_some(0).or_else(|| numbers.contains(&declared).then_some(1))
 }
 
 /// Whether an object has an entry for each of some layers, by their numbers.
