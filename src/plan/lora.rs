@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use ckfs_checkpoint::{Adapter, PythonRegex};
 use ckfs_tensor::Shape;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::{
     Allow,
@@ -25,31 +25,56 @@ pub(super) const PREFIX: &str = "base_model.model.";
 /// The word that PEFT gives to a module of the base of which the adapter has a trained copy.
 const ORIGINAL: &str = ".original_module.";
 
-/// The name that PEFT gives to an adapter.
-const NAME: &str = "default";
+/// The name that PEFT gives to an adapter, unless the user gives another.
+pub(super) const DEFAULT: &str = "default";
 
-/// The modules that an adapter targets.
-enum Targets {
-    /// Modules whose names are one of these, or end with one of them.
-    Names(Vec<String>),
-    /// Modules whose whole names match.
+/// The matrices of a module whose weight is `[out, in]`, and those of an embedding, whose weight is `[entries, width]`.
+pub(super) const OF_LINEAR: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
+pub(super) const OF_EMBEDDING: [&str; 2] = ["lora_embedding_A", "lora_embedding_B"];
+
+/// Modules that an adapter targets, or does not.
+enum Modules {
+    /// Whose names are one of these, or end with one of them.
+    Named(Vec<String>),
+    /// Whose whole names match.
     Matching(PythonRegex),
-    /// Modules for which the adapter has matrices.
-    Stored,
+}
+
+impl Modules {
+    /// Those that a member of a configuration lists; `None` if it does not.
+    fn read(config: &Value, member: &str) -> Result<Option<Self>, String> {
+        Ok(match &config[member] {
+            Value::String(pattern) => {
+                let regex = PythonRegex::full(pattern).ok_or_else(|| not_usable(member, pattern))?;
+                Some(Self::Matching(regex))
+            }
+            names @ Value::Array(_) => Some(Self::Named(words(names))),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_) => None,
+        })
+    }
+
+    fn have(&self, module: &str) -> bool {
+        match self {
+            Self::Named(names) => names.iter().any(|name| ends_with(module, name)),
+            Self::Matching(regex) => regex.matches(module) == Some(true),
+        }
+    }
 }
 
 pub(super) struct Lora {
-    targets: Targets,
-    exclude: Vec<String>,
-    exclude_matching: Option<PythonRegex>,
+    /// `None`: those for which the adapter has matrices.
+    targets: Option<Modules>,
+    exclude: Option<Modules>,
     to_save: Vec<String>,
     layers: Option<Vec<u64>>,
     layer_numbers: Vec<PythonRegex>,
-    ranks: Ranks,
+    /// The rank of all modules, and others for modules whose names end with what an expression matches.
+    rank: Option<u64>,
+    ranks: Vec<(PythonRegex, u64)>,
     has_magnitudes: bool,
     has_bias: bool,
     /// The base's weights are `[in, out]`.
-    is_transposed: bool,
+    pub(super) is_transposed: bool,
     /// Modules for which the adapter has matrices.
     stored: Matrices,
 }
@@ -57,35 +82,9 @@ pub(super) struct Lora {
 /// Shapes of an adapter's matrices, by module and by what follows the module's name.
 pub(super) type Matrices = BTreeMap<String, BTreeMap<String, Shape>>;
 
-/// Ranks of modules: one for all, and others for modules whose names end with what an expression matches.
-#[derive(Debug)]
-struct Ranks {
-    usual: Option<u64>,
-    others: Vec<(PythonRegex, u64)>,
-}
-
-impl Ranks {
-    fn read(config: &Value) -> Result<Self, String> {
-        // The scale of an adapter is its trainer's matter, yet a pattern that nobody can use is a damaged configuration.
-        by_pattern(config, "alpha_pattern")?;
-        let others = by_pattern(config, "rank_pattern")?.into_iter().map(|(regex, rank)| {
-            rank.as_u64().map(|rank| (regex, rank)).ok_or_else(|| format!("rank_pattern: expected ranks, found {rank}"))
-        });
-        Ok(Self { usual: config["r"].as_u64(), others: others.collect::<Result<_, _>>()? })
-    }
-
-    fn of(&self, module: &str) -> Option<u64> {
-        self.others.iter().find(|(regex, _)| regex.matches(module) == Some(true)).map(|(_, rank)| *rank).or(self.usual)
-    }
-}
-
 fn words(value: &Value) -> Vec<String> {
     let listed = value.as_array().into_iter().flatten();
     listed.chain([value]).filter_map(|word| word.as_str().map(str::to_owned)).collect()
-}
-
-fn matching(member: &str, pattern: &str) -> Result<PythonRegex, String> {
-    PythonRegex::full(pattern).ok_or_else(|| not_usable(member, pattern))
 }
 
 fn not_usable(member: &str, pattern: &str) -> String {
@@ -100,6 +99,16 @@ pub(super) fn by_pattern<'c>(config: &'c Value, member: &str) -> Result<Vec<(Pyt
         Ok((regex, value))
     };
     entries.map(entry).collect()
+}
+
+/// Whether a member of a configuration says nothing.
+pub(super) fn is_unset(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Array(list) => list.is_empty(),
+        Value::Object(members) => members.is_empty(),
+        Value::Bool(true) | Value::Number(_) | Value::String(_) => false,
+    }
 }
 
 /// Whether a module is `name`, or ends with it as a word.
@@ -118,22 +127,15 @@ impl Lora {
                 "bias: expected none, found {bias:?}: adapters with biases of the base are not supported"
             ));
         }
-        for member in ["target_parameters", "trainable_token_indices"] {
-            let value = &config[member];
-            let is_empty = value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(Map::is_empty);
-            if !value.is_null() && !is_empty {
-                return Err(format!("{member} is not supported"));
-            }
+        let mut unknown = ["target_parameters", "trainable_token_indices"].into_iter();
+        if let Some(member) = unknown.find(|member| !is_unset(&config[*member])) {
+            return Err(format!("{member} is not supported"));
         }
-        let targets = match &config["target_modules"] {
-            Value::String(word) if word == "all-linear" => Targets::Stored,
-            Value::String(pattern) => Targets::Matching(matching("target_modules", pattern)?),
-            names @ Value::Array(_) => Targets::Names(words(names)),
-            other @ (Value::Null | Value::Bool(_) | Value::Number(_) | Value::Object(_)) => {
-                return Err(format!("target_modules: expected a list or a text, found {other}"));
-            }
-        };
-        let exclude = &config["exclude_modules"];
+        let listed = &config["target_modules"];
+        let targets = if listed == "all-linear" { None } else { Modules::read(config, "target_modules")? };
+        if targets.is_none() && !listed.is_string() {
+            return Err(format!("target_modules: expected a list or a text, found {listed}"));
+        }
         let layers = match &config["layers_to_transform"] {
             Value::Number(number) => number.as_u64().map(|number| vec![number]),
             Value::Array(list) if !list.is_empty() => {
@@ -154,14 +156,19 @@ impl Lora {
             };
             patterns.iter().map(of_layers).collect::<Result<_, _>>()?
         };
+        // The scale of an adapter is its trainer's matter, yet a pattern that nobody can use is a damaged configuration.
+        by_pattern(config, "alpha_pattern")?;
+        let ranks = by_pattern(config, "rank_pattern")?.into_iter().map(|(regex, rank)| {
+            rank.as_u64().map(|rank| (regex, rank)).ok_or_else(|| format!("rank_pattern: expected ranks, found {rank}"))
+        });
         Ok(Self {
             targets,
-            exclude: if exclude.is_string() { Vec::new() } else { words(exclude) },
-            exclude_matching: exclude.as_str().map(|pattern| matching("exclude_modules", pattern)).transpose()?,
+            exclude: Modules::read(config, "exclude_modules")?,
             to_save: words(&config["modules_to_save"]),
             layers,
             layer_numbers,
-            ranks: Ranks::read(config)?,
+            rank: config["r"].as_u64(),
+            ranks: ranks.collect::<Result<_, _>>()?,
             has_magnitudes: config["use_dora"].as_bool().unwrap_or(false),
             has_bias: config["lora_bias"].as_bool().unwrap_or(false),
             is_transposed: config["fan_in_fan_out"].as_bool().unwrap_or(false),
@@ -171,12 +178,7 @@ impl Lora {
 
     /// The rank of a module's matrices.
     pub(super) fn rank_of(&self, module: &str) -> Option<u64> {
-        self.ranks.of(module)
-    }
-
-    /// Whether the base's weights are `[in, out]`.
-    pub(super) const fn is_transposed(&self) -> bool {
-        self.is_transposed
+        self.ranks.iter().find(|(regex, _)| regex.matches(module) == Some(true)).map(|(_, rank)| *rank).or(self.rank)
     }
 
     /// Splits a name after the saved module that it belongs to: the outermost whose name ends with an entry of `modules_to_save`,
@@ -188,24 +190,18 @@ impl Lora {
 
     /// Whether the adapter targets a module.
     pub(super) fn targets(&self, module: &str) -> bool {
-        let excluded = self.exclude.iter().any(|name| ends_with(module, name))
-            || self.exclude_matching.as_ref().is_some_and(|regex| regex.matches(module) == Some(true));
-        if excluded {
-            return false;
-        }
-        match &self.targets {
-            Targets::Stored => self.stored.contains_key(module),
-            Targets::Matching(regex) => regex.matches(module) == Some(true),
-            Targets::Names(names) if names.iter().any(|name| name == module) => true,
-            Targets::Names(names) => {
-                names.iter().any(|name| ends_with(module, name))
-                    && self.layers.as_ref().is_none_or(|layers| {
-                        let found = self.layer_numbers.iter().find_map(|regex| regex.first_group(module));
-                        let number = found.and_then(|found| found.parse::<u64>().ok());
-                        number.is_some_and(|number| layers.contains(&number))
-                    })
+        let is_of_layers = |layers: &Vec<u64>| {
+            let found = self.layer_numbers.iter().find_map(|regex| regex.first_group(module));
+            found.and_then(|found| found.parse::<u64>().ok()).is_some_and(|number| layers.contains(&number))
+        };
+        let is_targeted = match &self.targets {
+            None => self.stored.contains_key(module),
+            Some(Modules::Named(names)) if !names.iter().any(|name| name == module) => {
+                names.iter().any(|name| ends_with(module, name)) && self.layers.as_ref().is_none_or(is_of_layers)
             }
-        }
+            Some(modules) => modules.have(module),
+        };
+        is_targeted && !self.exclude.as_ref().is_some_and(|modules| modules.have(module))
     }
 }
 
@@ -268,39 +264,32 @@ fn model_name(module: &str, matrix: &str) -> String {
         (_, "") => String::new(),
         (_, rest) => format!(".{rest}"),
     };
-    format!("{PREFIX}{module}.{kind}.{NAME}{rest}")
+    format!("{PREFIX}{module}.{kind}.{DEFAULT}{rest}")
 }
 
-/// The base, renamed.
-#[derive(Default)]
-struct Base {
-    /// Targeted modules, with the shapes of their weights.
-    targeted: BTreeMap<String, Option<Shape>>,
-    /// By new name.
-    tensors: HashMap<String, (Shape, Roles)>,
-}
-
-impl Base {
-    fn rename<'d>(drafts: impl Iterator<Item = &'d mut Draft>, lora: &Lora) -> Self {
-        let mut base = Self::default();
-        for draft in drafts {
-            let name = &draft.name;
-            let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
-            draft.name = if let Some((module, rest)) = lora.saved(name) {
-                format!("{PREFIX}{module}{ORIGINAL}{rest}")
-            } else if lora.targets(module) {
-                let weight = base.targeted.entry(module.to_owned()).or_default();
-                if parameter == "weight" && draft.view.dtype().is_float() {
-                    *weight = Some(draft.view.shape().clone());
-                }
-                format!("{PREFIX}{module}.base_layer.{parameter}")
-            } else {
-                format!("{PREFIX}{name}")
-            };
-            base.tensors.insert(draft.name.clone(), (draft.view.shape().clone(), draft.roles.clone()));
-        }
-        base
+/// Renames the base. Returns the targeted modules with the shapes of their weights, and all tensors by their new names.
+fn rename_base<'d>(
+    drafts: impl Iterator<Item = &'d mut Draft>,
+    lora: &Lora,
+) -> (BTreeMap<String, Option<Shape>>, HashMap<String, (Shape, Roles)>) {
+    let (mut targeted, mut tensors) = (BTreeMap::new(), HashMap::new());
+    for draft in drafts {
+        let name = &draft.name;
+        let (module, parameter) = name.rsplit_once('.').unwrap_or(("", name));
+        draft.name = if let Some((module, rest)) = lora.saved(name) {
+            format!("{PREFIX}{module}{ORIGINAL}{rest}")
+        } else if lora.targets(module) {
+            let weight: &mut Option<Shape> = targeted.entry(module.to_owned()).or_default();
+            if parameter == "weight" && draft.view.dtype().is_float() {
+                *weight = Some(draft.view.shape().clone());
+            }
+            format!("{PREFIX}{module}.base_layer.{parameter}")
+        } else {
+            format!("{PREFIX}{name}")
+        };
+        tensors.insert(draft.name.clone(), (draft.view.shape().clone(), draft.roles.clone()));
     }
+    (targeted, tensors)
 }
 
 /// Renames drafts, which have the names of base and adapter, to the names of the model with the adapter. `from_adapter`
@@ -337,13 +326,13 @@ pub(super) fn rename(
             return;
         }
     };
-    let Base { targeted, tensors: base } = Base::rename(drafts.iter_mut().filter(|draft| !from_adapter(draft)), &lora);
+    let (targeted, base) = rename_base(drafts.iter_mut().filter(|draft| !from_adapter(draft)), &lora);
     let (mut replaced, mut saved, mut shapes) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
     for draft in drafts.iter_mut().filter(|draft| from_adapter(draft)) {
         if let Some((expected, roles)) = base.get(&draft.name) {
             let found = draft.view.shape();
             if expected != found {
-                shapes.push(OtherShape::new(&draft.name, expected.to_string(), found));
+                shapes.push((draft.name.clone(), expected.to_string(), found.clone()));
             }
             // It is cut as the tensor that it replaces.
             draft.roles = roles.clone();
@@ -354,12 +343,11 @@ pub(super) fn rename(
             Some((module, matrix)) => targeted.contains_key(module).then(|| model_name(module, matrix)),
             None => draft.name.strip_prefix(PREFIX).and_then(|name| lora.saved(name)).map(|(module, rest)| {
                 let original = format!("{PREFIX}{module}{ORIGINAL}{rest}");
-                let differing =
-                    base.get(&original).map(|(shape, _)| shape).filter(|shape| **shape != *draft.view.shape());
-                shapes
-                    .extend(differing.map(|shape| OtherShape::new(&draft.name, shape.to_string(), draft.view.shape())));
+                let found = draft.view.shape();
+                let differing = base.get(&original).map(|(shape, _)| shape).filter(|shape| *shape != found);
+                shapes.extend(differing.map(|shape| (draft.name.clone(), shape.to_string(), found.clone())));
                 saved.insert(original);
-                format!("{PREFIX}{module}.modules_to_save.{NAME}.{rest}")
+                format!("{PREFIX}{module}.modules_to_save.{DEFAULT}.{rest}")
             }),
         };
         match new {
@@ -382,46 +370,31 @@ pub(super) fn rename(
     for (module, weight) in &targeted {
         lora.check(module, weight.as_ref(), missing, problems, &mut shapes);
     }
-    problems.extend(OtherShape::problems(shapes, adapter));
+    problems.extend(of_other_shape(shapes, adapter));
 }
 
 /// The problems of an adapter without these trained copies of modules, by the names that it would have for them.
 pub(super) fn unsaved_modules(names: &BTreeSet<String>) -> impl Iterator<Item = Problem> {
-    fold(names.iter().map(String::as_str), &[]).into_iter().map(|group| Problem::MissingTensor {
-        group,
-        for_target: "modules_to_save in adapter_config.json".to_owned(),
-        rule: RuleLocation::default(),
-    })
+    let groups = fold(names.iter().map(String::as_str), &[]);
+    groups.into_iter().map(|group| Problem::missing(group, "modules_to_save in adapter_config.json"))
 }
 
-/// A tensor of the adapter that has another shape.
-struct OtherShape {
-    name: String,
-    expected: String,
-    found: Shape,
-}
+/// A tensor of the adapter that has another shape: its name, the shape expected and the one found.
+type OtherShape = (String, String, Shape);
 
-impl OtherShape {
-    fn new(name: &str, expected: String, found: &Shape) -> Self {
-        Self { name: name.to_owned(), expected, found: found.clone() }
+/// One problem for the same matrix of all layers.
+fn of_other_shape(all: Vec<OtherShape>, adapter: &Adapter) -> Vec<Problem> {
+    let file = adapter.dir.join("adapter_model.safetensors").display().to_string();
+    let mut groups: BTreeMap<(String, String, String), (Vec<String>, Shape)> = BTreeMap::new();
+    for (name, expected, found) in all {
+        let key = (stars(&name), expected, found.to_string());
+        groups.entry(key).or_insert_with(|| (Vec::new(), found)).0.push(name);
     }
-
-    /// One problem for the same matrix of all layers.
-    fn problems(all: Vec<Self>, adapter: &Adapter) -> Vec<Problem> {
-        let file = adapter.dir.join("adapter_model.safetensors").display().to_string();
-        let mut groups: BTreeMap<(String, String, String), Vec<Self>> = BTreeMap::new();
-        for one in all {
-            let key = (stars(&one.name), one.expected.clone(), one.found.to_string());
-            groups.entry(key).or_default().push(one);
-        }
-        let problem = |of: &Vec<Self>| {
-            let Self { expected, found, .. } = of.first()?;
-            let group = fold(of.iter().map(|one| one.name.as_str()), &[]).pop()?;
-            let (rule, expected, found) = (RuleLocation::default(), expected.clone(), found.clone());
-            Some(Problem::SourceShape { group, file: file.clone(), rule, expected, found })
-        };
-        groups.values().filter_map(problem).collect()
-    }
+    let problem = |((_, expected, _), (names, found)): (_, (Vec<String>, Shape))| {
+        let group = fold(names.iter().map(String::as_str), &[]).pop()?;
+        Some(Problem::SourceShape { group, file: file.clone(), rule: RuleLocation::default(), expected, found })
+    };
+    groups.into_iter().filter_map(problem).collect()
 }
 
 impl Lora {
@@ -437,16 +410,14 @@ impl Lora {
         let empty = BTreeMap::new();
         let found = self.stored.get(module).unwrap_or(&empty);
         let of_embedding = found.keys().any(|matrix| matrix.starts_with("lora_embedding_"));
-        let [a, b] =
-            if of_embedding { ["lora_embedding_A", "lora_embedding_B"] } else { ["lora_A.weight", "lora_B.weight"] };
+        let [a, b] = if of_embedding { OF_EMBEDDING } else { OF_LINEAR };
         let mut wanted = vec![a, b];
         wanted.extend(self.has_magnitudes.then_some("lora_magnitude_vector"));
         wanted.extend((self.has_bias && !of_embedding).then_some("lora_B.bias"));
         for matrix in wanted.into_iter().filter(|matrix| !found.contains_key(*matrix)) {
             let name = format!("{PREFIX}{module}.{matrix}");
             if !missing.accepts(&name) {
-                let (group, for_target) = (NameGroup::one(name), format!("the targeted module {module}"));
-                problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
+                problems.push(Problem::missing(NameGroup::one(name), format!("the targeted module {module}")));
             }
         }
         // The weight of an embedding is `[entries, width]`: an entry is an input.
@@ -455,7 +426,7 @@ impl Lora {
             ([out, inner], false) | ([inner, out], true) => Some((*out, *inner)),
             _ => None,
         });
-        let rank = self.ranks.of(module);
+        let rank = self.rank_of(module);
         let sides = [(a, rank, weight.map(|(_, inner)| inner)), (b, weight.map(|(out, _)| out), rank)];
         for (matrix, rows, columns) in sides {
             // Convolutions have further axes. What ZeRO-3 saved without gathering it has no element.
@@ -468,7 +439,7 @@ impl Lora {
                 let [rows, columns] =
                     wanted.map(|extent| extent.map_or_else(|| "_".to_owned(), |extent| extent.to_string()));
                 let expected = format!("[{rows}, {columns}]");
-                shapes.push(OtherShape::new(&format!("{PREFIX}{module}.{matrix}"), expected, stored));
+                shapes.push((format!("{PREFIX}{module}.{matrix}"), expected, stored.clone()));
             }
         }
     }
@@ -557,11 +528,11 @@ mod tests {
 
     #[test]
     fn ranks_are_those_of_modules() {
-        let config = json!({"r": 8, "rank_pattern": {"q": 4, r"layers\.\d\.v": 2}});
-        let ranks = Ranks::read(&config).unwrap();
+        let config = json!({"target_modules": [], "r": 8, "rank_pattern": {"q": 4, r"layers\.\d\.v": 2}});
+        let lora = lora(&config);
         let rows = [("layers.0.q", 4), ("q", 4), ("layers.0.xq", 8), ("m.layers.3.v", 2), ("m.layers.30.v", 8)];
         for (module, rank) in rows {
-            assert_eq!(ranks.of(module), Some(rank), "{module}");
+            assert_eq!(lora.rank_of(module), Some(rank), "{module}");
         }
     }
 }

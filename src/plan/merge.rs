@@ -20,17 +20,12 @@ use super::{
     ViewOptions,
     family::Family,
     inverse,
-    lora::{self, Lora, PREFIX, by_pattern, matrix, unsaved_modules},
+    lora::{self, Lora, OF_EMBEDDING, OF_LINEAR, PREFIX, by_pattern, is_unset, matrix, unsaved_modules},
     name_group::{NameGroup, fold},
-    naming,
-    peft::{self, OwnAdapter},
-    problem::{PlanError, Problem, RuleLocation},
+    naming, peft,
+    problem::{PlanError, Problem},
     select::{self, Subset},
 };
-
-/// The matrices of a module whose weight is `[out, in]`, and those of an embedding, whose weight is `[entries, width]`.
-const OF_LINEAR: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
-const OF_EMBEDDING: [&str; 2] = ["lora_embedding_A", "lora_embedding_B"];
 
 /// Members of the configuration that are read, or say nothing of how the adapter is merged.
 const KNOWN: [&str; 28] = [
@@ -106,13 +101,12 @@ pub(super) fn merged(
     let renames = Subset { source_renames: options.subset.source_renames.clone(), ..Subset::default() };
     let renamed = select::select(checkpoint, &renames, Family::of(checkpoint))?.whole;
     let renamed = renamed.as_ref().unwrap_or(checkpoint);
-    let (own, mut moved);
+    let (own, mut moved): (Checkpoint, Option<Checkpoint>);
     let (named, adapter) = match asked {
         MergedLora::Own => {
-            own = OwnAdapter::of(renamed, warnings).map_err(|reason| problem(&reason))?;
-            let OwnAdapter { base, tensors, config, config_file } = &own;
-            let (file, config_file) = (checkpoint.label().to_owned(), config_file.clone());
-            (base, AdapterTensors { tensors: tensors.clone(), config, file, config_file })
+            let (base, adapter) = peft::own_adapter(renamed, warnings).map_err(|reason| problem(&reason))?;
+            own = base;
+            (&own, adapter)
         }
         MergedLora::Dir(dir) => {
             moved = None;
@@ -136,7 +130,7 @@ pub(super) fn merged(
             }
             let path = |name: &str| dir.join(name).display().to_string();
             let (file, config_file) = (path("adapter_model.safetensors"), path("adapter_config.json"));
-            (base, AdapterTensors { tensors, config: &adapter.config, file, config_file })
+            (base, AdapterTensors { tensors, config: adapter.config.clone(), file, config_file })
         }
     };
     let mut merging =
@@ -153,12 +147,12 @@ pub(super) fn merged(
 }
 
 /// The tensors of an adapter, under the names of a saved one, and its configuration.
-struct AdapterTensors<'a> {
-    tensors: Vec<(TensorId, String)>,
-    config: &'a Value,
+pub(super) struct AdapterTensors {
+    pub(super) tensors: Vec<(TensorId, String)>,
+    pub(super) config: Value,
     /// Where the tensors are, and the configuration.
-    file: String,
-    config_file: String,
+    pub(super) file: String,
+    pub(super) config_file: String,
 }
 
 /// Numbers of the configuration.
@@ -201,16 +195,6 @@ impl Factors {
     }
 }
 
-/// Whether a member of a configuration says nothing.
-fn is_unset(value: &Value) -> bool {
-    match value {
-        Value::Null | Value::Bool(false) => true,
-        Value::Array(list) => list.is_empty(),
-        Value::Object(members) => members.is_empty(),
-        Value::Bool(true) | Value::Number(_) | Value::String(_) => false,
-    }
-}
-
 /// Checks that the adapter is merged as `W + factor * (B @ A)` into the base as it is.
 fn check_kind(config: &Value) -> Result<(), String> {
     let advice = "merge it with PEFT's merge_and_unload and mount the result";
@@ -247,7 +231,7 @@ fn check_kind(config: &Value) -> Result<(), String> {
 }
 
 struct Merging<'a> {
-    adapter: &'a AdapterTensors<'a>,
+    adapter: &'a AdapterTensors,
     /// The checkpoint under the names that the model has.
     named: &'a Checkpoint,
     options: &'a ViewOptions,
@@ -286,7 +270,7 @@ impl Merging<'_> {
     /// Decides on all tensors of the adapter.
     fn all(&mut self) {
         let (adapter, named) = (self.adapter, self.named);
-        let config = adapter.config;
+        let config = &adapter.config;
         let mut modules: BTreeMap<&str, BTreeMap<&str, TensorId>> = BTreeMap::new();
         let mut others = Vec::new();
         for (id, name) in &adapter.tensors {
@@ -376,8 +360,7 @@ impl Merging<'_> {
             }
         }
         for group in fold(missing.iter().map(String::as_str), &[]) {
-            let for_target = "the adapter's target_modules".to_owned();
-            self.problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
+            self.problems.push(Problem::missing(group, "the adapter's target_modules"));
         }
     }
 
@@ -454,8 +437,7 @@ impl Merging<'_> {
         let [Some(right), Some(left)] = wanted.map(|matrix| matrices.get(matrix).copied()) else {
             for matrix in wanted.iter().filter(|matrix| !matrices.contains_key(*matrix)) {
                 let group = NameGroup::one(format!("{PREFIX}{module}.{matrix}"));
-                let for_target = format!("the targeted module {module}");
-                self.problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
+                self.problems.push(Problem::missing(group, format!("the targeted module {module}")));
             }
             return;
         };
@@ -463,7 +445,7 @@ impl Merging<'_> {
         let Some(rank) = lora.rank_of(module) else {
             return self.problem(module, "expected its rank in adapter_config.json (r, rank_pattern), found none");
         };
-        let is_transposed = lora.is_transposed() != is_embedding;
+        let is_transposed = lora.is_transposed != is_embedding;
         let [rows, columns] = base.shape().extents() else {
             let reason = format!(
                 "expected a matrix, found {module}.weight {}: only products of matrices are merged",
@@ -481,7 +463,7 @@ impl Merging<'_> {
                 "expected {expected:?} in BF16, F16 or F32 (rank {rank}, {module}.weight is {}, fan_in_fan_out {}), found {} {:?}: is it \
                  an adapter of this checkpoint?",
                 base.shape(),
-                lora.is_transposed(),
+                lora.is_transposed,
                 info.dtype,
                 info.shape
             );

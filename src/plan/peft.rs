@@ -14,12 +14,12 @@
 use std::{collections::BTreeSet, path::Path};
 
 use ckfs_checkpoint::{Checkpoint, json};
-use ckfs_tensor::TensorId;
 use serde_json::Value;
 
 use super::{
     Layout, ViewOptions,
-    lora::PREFIX,
+    lora::{DEFAULT, PREFIX},
+    merge::AdapterTensors,
     naming::words_of,
     problem::{PlanError, Problem},
 };
@@ -106,82 +106,62 @@ pub(super) fn base_layer(checkpoint: &Checkpoint) -> Option<&str> {
     names.find(|name| matches!(wrapped(name), Some(Wrapped::Base(_))))
 }
 
-/// The adapter that a training checkpoint holds beside its base.
-pub(super) struct OwnAdapter {
-    /// The base alone, under the names of its model.
-    pub(super) base: Checkpoint,
-    /// The adapter's tensors, under the names of a saved one.
-    pub(super) tensors: Vec<(TensorId, String)>,
-    /// Its `adapter_config.json`, and where that is.
-    pub(super) config: Value,
-    pub(super) config_file: String,
-}
-
-/// The name that PEFT gives to an adapter, unless the user gives another.
-const DEFAULT: &str = "default";
-
 /// Files of an adapter, which describe no merged model.
 fn is_of_adapter(path: &str) -> bool {
     path.starts_with("lora_adapter/") || path.starts_with("adapter_")
 }
 
-impl OwnAdapter {
-    /// The adapter in a checkpoint, if it has one; `named` is the checkpoint under the names that source renames give.
-    ///
-    /// # Errors
-    /// The reason: there is none, there are several, or nothing says how it is merged.
-    pub(super) fn of(named: &Checkpoint, warnings: &mut Vec<String>) -> Result<Self, String> {
-        let (mut adapters, mut alone) = (BTreeSet::new(), 0);
-        for (_, info) in named.tensors() {
-            match wrapped(info.name) {
-                Some(Wrapped::Adapter(Some(adapter), _)) => _ = adapters.insert(adapter),
-                Some(Wrapped::Adapter(None, _)) => alone += 1,
-                Some(Wrapped::Base(_) | Wrapped::Replaced) | None => {}
-            }
+/// The base in a training checkpoint alone, under the names of its model, and the adapter beside it; `named` is the checkpoint under
+/// the names that source renames give.
+///
+/// # Errors
+/// The reason: there is none, there are several, or nothing says how it is merged.
+pub(super) fn own_adapter(
+    named: &Checkpoint,
+    warnings: &mut Vec<String>,
+) -> Result<(Checkpoint, AdapterTensors), String> {
+    let of_adapters = named.tensors().filter_map(|(id, info)| match wrapped(info.name)? {
+        Wrapped::Adapter(adapter, name) => Some((id, adapter, name)),
+        Wrapped::Base(_) | Wrapped::Replaced => None,
+    });
+    let of_adapters: Vec<_> = of_adapters.collect();
+    let adapters: BTreeSet<&str> = of_adapters.iter().filter_map(|(_, adapter, _)| *adapter).collect();
+    let chosen = match adapters.first() {
+        None => {
+            let found = if of_adapters.is_empty() { "none" } else { "an adapter that was saved by itself" };
+            return Err(format!(
+                "expected tensors as M.lora_A.{DEFAULT}.weight beside those of the base, found {found}: a directory with \
+                 adapter_config.json is merged into its base with --merge-lora ADAPTER_DIR"
+            ));
         }
-        let chosen = match adapters.iter().next() {
-            None => {
-                let found = if alone > 0 { "an adapter that was saved by itself" } else { "none" };
-                return Err(format!(
-                    "expected tensors as M.lora_A.{DEFAULT}.weight beside those of the base, found {found}: a directory with \
-                     adapter_config.json is merged into its base with --merge-lora ADAPTER_DIR"
-                ));
-            }
-            Some(_) if adapters.contains(DEFAULT) => DEFAULT,
-            Some(one) if adapters.len() == 1 => one,
-            Some(_) => {
-                return Err(format!(
-                    "expected one adapter, or one called {DEFAULT}, found {}: --exclude leaves out the tensors of the others",
-                    adapters.iter().copied().collect::<Vec<_>>().join(", ")
-                ));
-            }
-        };
-        let others: Vec<&str> = adapters.iter().copied().filter(|adapter| *adapter != chosen).collect();
-        if !others.is_empty() {
-            warnings.push(format!("merge-lora: {chosen} is merged, and the adapter {} is not", others.join(", ")));
+        Some(_) if adapters.contains(DEFAULT) => DEFAULT,
+        Some(one) if adapters.len() == 1 => one,
+        Some(_) => {
+            return Err(format!(
+                "expected one adapter, or one called {DEFAULT}, found {}: --exclude leaves out the tensors of the others",
+                adapters.iter().copied().collect::<Vec<_>>().join(", ")
+            ));
         }
-        let mut tensors = Vec::new();
-        for (id, info) in named.tensors() {
-            if let Some(Wrapped::Adapter(Some(adapter), name)) = wrapped(info.name)
-                && adapter == chosen
-            {
-                tensors.push((id, name));
-            }
-        }
-        // A tensor that the adapter has whole is merged in the place of the base's.
-        let own = |name: &str| match wrapped(name) {
-            Some(Wrapped::Base(name)) => Some(name),
-            Some(Wrapped::Replaced) => {
-                let own = name.strip_prefix(PREFIX).unwrap_or(name);
-                Some(own.replacen(".original_module.", ".", 1))
-            }
-            Some(Wrapped::Adapter(..)) => None,
-            None => Some(name.strip_prefix(PREFIX).unwrap_or(name).to_owned()),
-        };
-        let base = named.without_adapter(&is_of_adapter, own).map_err(|reasons| reasons.join("; "))?;
-        let (config, config_file) = config(named)?;
-        Ok(Self { base, tensors, config, config_file })
+    };
+    let others: Vec<&str> = adapters.iter().copied().filter(|adapter| *adapter != chosen).collect();
+    if !others.is_empty() {
+        warnings.push(format!("merge-lora: {chosen} is merged, and the adapter {} is not", others.join(", ")));
     }
+    let of_chosen = of_adapters.into_iter().filter(|(_, adapter, _)| *adapter == Some(chosen));
+    let tensors = of_chosen.map(|(id, _, name)| (id, name)).collect();
+    // A tensor that the adapter has whole is merged in the place of the base's.
+    let own = |name: &str| match wrapped(name) {
+        Some(Wrapped::Base(name)) => Some(name),
+        Some(Wrapped::Replaced) => {
+            let own = name.strip_prefix(PREFIX).unwrap_or(name);
+            Some(own.replacen(".original_module.", ".", 1))
+        }
+        Some(Wrapped::Adapter(..)) => None,
+        None => Some(name.strip_prefix(PREFIX).unwrap_or(name).to_owned()),
+    };
+    let base = named.without_adapter(&is_of_adapter, own).map_err(|reasons| reasons.join("; "))?;
+    let (config, config_file) = config(named)?;
+    Ok((base, AdapterTensors { tensors, config, file: named.label().to_owned(), config_file }))
 }
 
 /// The `adapter_config.json` of a training checkpoint: beside the weights, in verl's directory of the adapter, or beside the

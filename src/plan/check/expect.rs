@@ -355,7 +355,8 @@ pub(crate) fn compare(
         lost.into_iter().partition(|name| doubt.is_some() || options.allow_missing.accepts(name));
     let (listed, misspelt): (Vec<&str>, Vec<&str>) =
         scan.unknown.iter().partition(|name| refused.is_empty() || options.allow_unmapped.accepts(name));
-    let mut problems: Vec<Problem> = fold(refused, &[&strange]).into_iter().map(Problem::missing).collect();
+    let mut problems: Vec<Problem> =
+        fold(refused, &[&strange]).into_iter().map(|group| Problem::missing(group, "")).collect();
     problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
     problems.extend(differing.into_iter().map(|hole| Problem::Hole { hole }));
     let warning = doubt.filter(|_| !allowed.is_empty()).map_or_else(

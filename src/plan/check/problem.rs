@@ -168,9 +168,9 @@ impl fmt::Display for RuleLocation {
 }
 
 impl Problem {
-    /// Missing tensors, without a target that needs them.
-    pub(crate) fn missing(group: NameGroup) -> Self {
-        Self::MissingTensor { group, for_target: String::new(), rule: RuleLocation::default() }
+    /// Missing tensors that no rule needs, and the target that does, if it is known.
+    pub(crate) fn missing(group: NameGroup, for_target: impl Into<String>) -> Self {
+        Self::MissingTensor { group, for_target: for_target.into(), rule: RuleLocation::default() }
     }
 }
 

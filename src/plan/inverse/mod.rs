@@ -291,8 +291,7 @@ impl Inversion<'_> {
         let known: BTreeSet<String> = known.iter().map(|name| stars(name)).collect();
         let layout = self.reading.file.name.clone();
         for group in fold(missing.iter().map(String::as_str), &[&others]) {
-            let for_target = format!("the layout {layout}");
-            self.problems.push(Problem::MissingTensor { group, for_target, rule: RuleLocation::default() });
+            self.problems.push(Problem::missing(group, format!("the layout {layout}")));
         }
         for (id, shape) in misshapen {
             self.problems.push(Problem::SourceShape {
