@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use ckfs_source::{FileId, Opened, Source};
-use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View, ViewError};
+use ckfs_tensor::{DType, TensorId, ViewError};
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 use rayon::iter::{ParallelBridge, ParallelIterator};
@@ -219,7 +219,8 @@ impl AveragedSources {
         let made = |error: ViewError| Problem::Other(format!("tensor {name:?}: {error}"));
         let own = |number: Option<usize>| number.map_or(id, |number| ids[number]);
         let terms = self.terms.iter();
-        let terms = terms.map(|(number, weight)| Ok((stored(table, own(*number)).map_err(made)?, *weight)));
+        let stored = |id: TensorId| table.tensor(id).stored(id).map_err(made);
+        let terms = terms.map(|(number, weight)| Ok((stored(own(*number))?, *weight)));
         Ok(Some(Merge { terms: terms.collect::<Result<_, Problem>>()?, ..Merge::default() }))
     }
 }
@@ -229,13 +230,4 @@ fn unequal_key(one: &Value, two: &Value) -> Option<String> {
     let keys = [one, two].into_iter().filter_map(Value::as_object).flat_map(serde_json::Map::keys);
     let mut counted = keys.filter(|key| !OF_NO_TENSOR.iter().any(|end| key.ends_with(end)));
     counted.find(|key| one.get(key) != two.get(key)).cloned()
-}
-
-/// A tensor as it is stored.
-fn stored(table: &TensorTable, id: TensorId) -> Result<View, ViewError> {
-    let info = table.tensor(id);
-    if let Some(mosaic) = info.mosaic() {
-        return Ok(View::mosaic(mosaic.of_view()));
-    }
-    Ok(View::source(SourceTensor { id, dtype: info.dtype, shape: Shape::try_new(info.shape)? }))
 }

@@ -10,7 +10,7 @@
 use std::{borrow::Cow, sync::Arc};
 
 use ckfs_source::{ByteSpan, FileId};
-use ckfs_tensor::{DType, Mosaics, TensorId};
+use ckfs_tensor::{DType, Mosaics, Shape, SourceTensor, TensorId, View, ViewError};
 use rayon::slice::ParallelSliceMut;
 
 use super::{
@@ -114,6 +114,17 @@ impl<'a> TensorInfo<'a> {
     /// If the tensor is made of others or stored as boxes: views read stored tensors and boxes only.
     pub fn span(&self) -> ByteSpan {
         self.plain().1
+    }
+
+    /// The elements as they are stored, of a tensor of this number that is not made of others.
+    ///
+    /// # Errors
+    /// The shape is too large.
+    pub fn stored(&self, id: TensorId) -> Result<View, ViewError> {
+        if let Some(mosaic) = self.mosaic() {
+            return Ok(View::mosaic(mosaic.of_view()));
+        }
+        Ok(View::source(SourceTensor { id, dtype: self.dtype, shape: Shape::try_new(self.shape)? }))
     }
 
     /// How it is decoded, if it is.

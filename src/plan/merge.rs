@@ -13,7 +13,7 @@ use std::{
 
 use ckfs_checkpoint::{Checkpoint, Merge, Merges, ScaledProduct, Storage, TensorInfo, human_bytes};
 use ckfs_config::MergedLora;
-use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
+use ckfs_tensor::{DType, Shape, TensorId, View};
 use serde_json::Value;
 
 use super::{
@@ -242,14 +242,8 @@ struct Merging<'a> {
 
 /// A tensor as it is stored. `None` if it is stored quantized.
 fn stored(id: TensorId, info: &TensorInfo<'_>) -> Option<View> {
-    match info.storage {
-        Storage::Plain { .. } => {
-            let shape = Shape::try_new(info.shape).ok()?;
-            Some(View::source(SourceTensor { id, dtype: info.dtype, shape }))
-        }
-        Storage::Mosaic(mosaic) => Some(View::mosaic(mosaic.of_view())),
-        Storage::Quantized(_) | Storage::Composed(_) => None,
-    }
+    let is_made = matches!(info.storage, Storage::Quantized(_) | Storage::Composed(_));
+    info.stored(id).ok().filter(|_| !is_made)
 }
 
 /// The name in the checkpoint of what a tensor of an adapter replaces.

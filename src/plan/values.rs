@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashSet};
 
 use ckfs_checkpoint::{Checkpoint, Storage, TensorInfo, Unsupported};
 use ckfs_config::CastRule;
-use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
+use ckfs_tensor::{DType, TensorId, View};
 use parking_lot::Mutex;
 
 use super::{library::Model, problem::Problem};
@@ -164,11 +164,7 @@ impl<'a> Values<'a> {
             Storage::Quantized(quantized) => {
                 quantized.view().and_then(|view| view.cast(dtype.unwrap_or(quantized.dtype))).map_err(named)
             }
-            Storage::Plain { .. } => {
-                let shape = Shape::try_new(info.shape).map_err(|error| named(error.into()))?;
-                shown(View::source(SourceTensor { id, dtype: info.dtype, shape }))
-            }
-            Storage::Mosaic(mosaic) => shown(View::mosaic(mosaic.of_view())),
+            Storage::Plain { .. } | Storage::Mosaic(_) => shown(info.stored(id).map_err(named)?),
             Storage::Composed(composed) => {
                 if let Some(view) = &composed.view {
                     return Ok(view.clone());
