@@ -87,6 +87,16 @@ pub(crate) fn module(name: &str) -> &str {
     name.strip_suffix(".weight").unwrap_or(name)
 }
 
+/// Whether a word of a name has one of these parts.
+fn contains(name: &str, parts: &[String]) -> bool {
+    name.split('.').any(|word| parts.iter().any(|part| word.contains(part.as_str())))
+}
+
+/// Whether the last word of a weight's module is one of these.
+fn ends_with_one(name: &str, words: &[String]) -> bool {
+    module(name).rsplit('.').next().is_some_and(|last| words.iter().any(|known| known == last))
+}
+
 impl<'a> WeightChoice<'a> {
     /// The choice for a model of a family; `None` if nothing is to be quantized.
     pub(crate) fn of(options: &'a ViewOptions, family: Option<&'static Family>) -> Option<Self> {
@@ -142,7 +152,7 @@ impl<'a> WeightChoice<'a> {
             Some(role) => role.plain,
             None => parsed.layer.is_none() || self.is_plain_by_name(name),
         };
-        if is_plain || self.is_of_tower(&parsed.prefix) {
+        if is_plain || contains(&parsed.prefix, &self.rules.towers) {
             return Err(Some(Left::Plain));
         }
         let matches = |patterns: &[Pattern]| {
@@ -171,32 +181,20 @@ impl<'a> WeightChoice<'a> {
 
     /// Whether a module chooses among experts. `mlx_lm` leaves some of these as they are, and gives others bits of their own.
     fn is_router(&self, name: &str) -> bool {
-        let mut words = module(name).split('.');
-        words.clone().any(|word| word == "router")
-            || words.next_back().is_some_and(|last| self.rules.routers.iter().any(|known| known == last))
+        module(name).split('.').any(|word| word == "router") || ends_with_one(name, &self.rules.routers)
     }
 
     /// Whether converters leave a matrix of this name as it is.
     fn is_plain_by_name(&self, name: &str) -> bool {
-        let words = || module(name).split('.');
-        let has = |known: &String| words().any(|word| word.contains(known.as_str()));
-        self.rules.plain_words.iter().any(has)
-            || words().next_back().is_some_and(|last| self.rules.plain_modules.iter().any(|known| known == last))
-    }
-
-    /// Whether a prefix is that of a tower for images or sound.
-    fn is_of_tower(&self, prefix: &str) -> bool {
-        prefix.split('.').any(|word| self.rules.towers.iter().any(|tower| word.contains(tower.as_str())))
+        contains(module(name), &self.rules.plain_words) || ends_with_one(name, &self.rules.plain_modules)
     }
 
     fn kind(&self, rest: &str, of_experts: bool) -> Kind {
-        let has =
-            |words: &[String]| rest.split('.').any(|word| words.iter().any(|known| word.contains(known.as_str())));
         if of_experts {
             Kind::Experts
-        } else if has(&self.rules.attention) {
+        } else if contains(rest, &self.rules.attention) {
             Kind::Attention
-        } else if has(&self.rules.mlp) {
+        } else if contains(rest, &self.rules.mlp) {
             Kind::Mlp
         } else {
             Kind::Other
@@ -206,11 +204,10 @@ impl<'a> WeightChoice<'a> {
     /// The names of the weights that engines fuse with this one, itself among them.
     pub(crate) fn together(&self, name: &str) -> Vec<String> {
         let (module, suffix) = (module(name), if name.ends_with(".weight") { ".weight" } else { "" });
-        let (parent, last) = module.rsplit_once('.').map_or(("", module), |(parent, last)| (parent, last));
-        let dot = if parent.is_empty() { "" } else { "." };
+        let (parent, last) = module.split_at(module.rfind('.').map_or(0, |dot| dot + 1));
         let group = self.rules.together.iter().find(|group| group.iter().any(|word| word == last));
         let Some(group) = group else { return vec![name.to_owned()] };
-        group.iter().map(|word| format!("{parent}{dot}{word}{suffix}")).collect()
+        group.iter().map(|word| format!("{parent}{word}{suffix}")).collect()
     }
 }
 
@@ -227,11 +224,6 @@ impl ChosenSoFar {
     /// The tensors that are left for a reason.
     pub(super) fn left_for(&self, reason: Left) -> Vec<NameGroup> {
         fold(self.left.iter().filter(|(_, left)| **left == reason).map(|(name, _)| name.as_str()), &[])
-    }
-
-    /// The experts of a layer in one tensor that are quantized: these have no word for the weight.
-    pub(super) fn fused(&self) -> Vec<NameGroup> {
-        fold(self.quantized.keys().map(String::as_str).filter(|name| !name.ends_with(".weight")), &[])
     }
 
     /// As a plan shows them.

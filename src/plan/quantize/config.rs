@@ -1,7 +1,7 @@
 //! How a quantized repository says so: `quantization_config` of `config.json`, and `hf_quant_config.json`.
 
 use ckfs_config::Quantize;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 /// The file that `ModelOpt` writes beside the weights.
 pub(crate) const HF_QUANT_CONFIG: &str = "hf_quant_config.json";
@@ -97,34 +97,23 @@ pub(super) fn compressed_tensors(groups: &[ModuleGroup], left: &[String]) -> Val
 }
 
 /// What `ModelOpt` says in `config.json` of NVFP4 for weights alone.
+/// With `NVFP4` engines quantize activations too, by an `input_scale` that no function of the weights gives.
 pub(super) fn modelopt_in_config(left: &[String]) -> Value {
-    let mut config = modelopt(left);
-    config["quant_method"] = json!("modelopt");
-    config["ignore"] = json!(left);
-    config
-}
-
-/// What `ModelOpt` says of its NVFP4 for weights alone. With `NVFP4` engines quantize activations too, by an `input_scale` that no
-/// function of the weights gives.
-fn modelopt(left: &[String]) -> Value {
     json!({
         "quant_algo": "W4A16_NVFP4",
         "kv_cache_quant_algo": null,
         "group_size": 16,
         "exclude_modules": left,
+        "quant_method": "modelopt",
+        "ignore": left,
     })
 }
 
 /// The content of [`HF_QUANT_CONFIG`], if this `config.json` is of `ModelOpt`.
 pub(crate) fn quantization_file(config: &Value) -> Option<Value> {
-    let quantization = config.get("quantization_config")?.as_object()?;
-    let is_other = |key: &str| ["quant_method", "ignore"].contains(&key);
-    let told: Map<String, Value> = quantization
-        .iter()
-        .filter(|(key, _)| !is_other(key))
-        .map(|(key, value)| (key.clone(), value.clone()))
-        .collect();
+    let mut told = config.get("quantization_config")?.as_object()?.clone();
+    told.shift_remove("ignore");
+    let is_modelopt = told.shift_remove("quant_method")? == "modelopt";
     let producer = json!({"name": "modelopt", "version": "0.47.0"});
-    let is_modelopt = quantization.get("quant_method")? == "modelopt";
     is_modelopt.then(|| json!({"producer": producer, "quantization": told}))
 }

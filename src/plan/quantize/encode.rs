@@ -4,13 +4,13 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use ckfs_config::Quantize;
 use ckfs_tensor::{DType, Element, EncodedMatrices, EncodedPart, Field, Op, PerAxis, Shape, View, ViewError};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::{
     super::{
         draft::{Draft, PartOf},
-        name_group::NameGroup,
+        name_group::{NameGroup, fold},
         problem::Problem,
     },
     choice::{Chosen, ChosenSoFar, Left, WeightChoice, module},
@@ -103,23 +103,24 @@ impl<'a> Quantizer<'a> {
 
     /// What was chosen so far.
     pub(crate) fn chosen(&self) -> Chosen {
-        self.findings().chosen(self.choice.scheme())
+        self.findings.lock().chosen(self.choice.scheme())
     }
 
     /// The tensors of several experts for which the scheme has no form, so far.
     pub(crate) fn stacked_experts(&self) -> Vec<NameGroup> {
-        let findings = self.findings();
+        let findings = self.findings.lock();
         [Left::Stacked, Left::SwitchMlp].into_iter().flat_map(|left| findings.left_for(left)).collect()
     }
 
-    /// The tensors of several experts that are quantized, so far.
+    /// The tensors of several experts that are quantized, so far: these have no word for the weight.
     pub(crate) fn fused_experts(&self) -> Vec<NameGroup> {
-        self.findings().fused()
+        let findings = self.findings.lock();
+        fold(findings.quantized.keys().map(String::as_str).filter(|name| !name.ends_with(".weight")), &[])
     }
 
     /// The modules of matrices that are not quantized, so far. An output head that is the embedding is one of them.
     fn left_modules(&self) -> Vec<String> {
-        let mut left: Vec<String> = self.findings().left.keys().map(|name| module(name).to_owned()).collect();
+        let mut left: Vec<String> = self.findings.lock().left.keys().map(|name| module(name).to_owned()).collect();
         if !left.iter().any(|name| name == HEAD || name.ends_with(".lm_head")) {
             left.push(HEAD.to_owned());
         }
@@ -159,12 +160,12 @@ impl<'a> Quantizer<'a> {
 
     /// Whether anything was quantized so far.
     pub(crate) fn found_any(&self) -> bool {
-        !self.findings().quantized.is_empty()
+        !self.findings.lock().quantized.is_empty()
     }
 
     /// Why nothing was quantized.
     pub(crate) fn why_none(&self, scheme: &str) -> String {
-        let findings = self.findings();
+        let findings = self.findings.lock();
         let mut left: Vec<Left> = findings.left.values().copied().collect();
         left.sort_unstable();
         match left.into_iter().rfind(|left| *left != Left::Plain) {
@@ -174,10 +175,6 @@ impl<'a> Quantizer<'a> {
         }
     }
 
-    fn findings(&self) -> MutexGuard<'_, ChosenSoFar> {
-        self.findings.lock()
-    }
-
     /// The codes of a weight, or `None` if it is not quantized. `find` finds other weights, with which it may share a factor.
     ///
     /// # Errors
@@ -185,9 +182,9 @@ impl<'a> Quantizer<'a> {
     pub(crate) fn codes(&self, name: &str, view: &View, find: &Find<'_>) -> Result<Option<View>, Problem> {
         let decided = self.choice.decide(name, view.shape().extents(), view.dtype());
         match decided {
-            Ok(kind) => self.findings().quantized.insert(name.to_owned(), kind),
+            Ok(kind) => self.findings.lock().quantized.insert(name.to_owned(), kind),
             Err(Some(left)) => {
-                let mut findings = self.findings();
+                let mut findings = self.findings.lock();
                 findings.left.insert(name.to_owned(), left);
                 if let (Left::Columns(_), Some(columns)) = (left, view.shape().extents().last()) {
                     findings.columns.insert(*columns);
@@ -338,15 +335,19 @@ fn part(encoding: &Arc<EncodedMatrices>, stored: Stored) -> Result<View, ViewErr
             factor.reshape(&Shape::try_new(&extents[..extents.len() - 1])?)
         }
         Stored::Shape => {
-            let shape = factor().shape().clone();
-            let number = |number: u64| {
-                let element = Element::from_bytes(DType::I64, &number.to_le_bytes());
-                View::fill(shape.clone(), element.expect("eight bytes are an I64"))
-            };
             let (rows, columns) = encoding.bands().matrix();
-            View::concat(shape.rank() - 1, &[number(rows), number(columns)])
+            of_numbers(&[rows, columns], factor().shape())
         }
     }
+}
+
+/// Numbers in I64 along the last axis, each of this shape.
+pub(super) fn of_numbers(numbers: &[u64], shape: &Shape) -> Result<View, ViewError> {
+    let number = |number: &u64| {
+        let element = Element::from_bytes(DType::I64, &number.to_le_bytes());
+        View::fill(shape.clone(), element.expect("eight bytes are an I64"))
+    };
+    View::concat(shape.rank() - 1, &numbers.iter().map(number).collect::<Vec<_>>())
 }
 
 /// Puts codes in the place of the leaves of a view that `codes` has some of, below stacks of their outer axes.

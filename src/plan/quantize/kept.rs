@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, HashSet};
 use ckfs_checkpoint::{Checkpoint, Composed, Quantized, TensorInfo};
 use ckfs_config::{Requantize, value::Choice};
 use ckfs_tensor::{
-    DType, Digit, Element, Field, IndexMap, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term, Value,
-    View, ViewError, to_usize,
+    DType, Digit, Field, IndexMap, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term, Value, View,
+    ViewError, to_usize,
 };
 use rayon::prelude::*;
 use serde_json::{Value as Json, json};
@@ -17,6 +17,7 @@ use serde_json::{Value as Json, json};
 use super::{
     super::problem::PlanError,
     config::{ModuleGroup, activations, compressed_tensors, fp8, modelopt_in_config, numbers},
+    encode::of_numbers,
 };
 
 /// How a tensor of the new form is made of the operands of the old one.
@@ -282,14 +283,7 @@ impl Keeping<'_> {
             Make::Codes => packed(weight, false)?,
             Make::Zeros if is_symmetric => return Ok(None),
             Make::Zeros => packed(weight, true)?,
-            Make::Shape => {
-                let number = |number: &u64| {
-                    let element = Element::from_bytes(DType::I64, &number.to_le_bytes());
-                    Ok(View::fill(Shape::try_new(&[1])?, element.expect("eight bytes are an I64")))
-                };
-                let extents = weight.shape().extents().iter().map(number).collect::<Result<Vec<_>, ViewError>>()?;
-                View::concat(0, &extents)?
-            }
+            Make::Shape => of_numbers(weight.shape().extents(), &Shape::try_new(&[1])?)?,
             Make::Order => {
                 let order = self.checkpoint.find(&format!("{module}.g_idx")).filter(|_| has_order);
                 return order.map(|id| self.source(id).map(View::source)).transpose();
