@@ -18,7 +18,7 @@ static NO_TEXT: LazyLock<Regex> = LazyLock::new(|| {
     )
 });
 
-fn regex(pattern: &str) -> Regex {
+pub(super) fn regex(pattern: &str) -> Regex {
     Regex::new(pattern).expect("a pattern of the program, which a test uses")
 }
 

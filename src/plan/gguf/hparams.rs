@@ -40,17 +40,15 @@ impl Hparams {
         own.cloned().or_else(|| match member {
             "num_key_value_heads" => self.get("num_attention_heads"),
             "num_experts" => self.get("num_local_experts"),
-            "head_dim" if self.family.head_dim_of_heads() => self.columns_by_heads().map(|of_head| json!(of_head)),
+            "head_dim" if self.family.head_dim_of_heads() => {
+                Some(json!(self.count("hidden_size")?.checked_div(self.count("num_attention_heads")?)?))
+            }
             _ => None,
         })
     }
 
     pub(super) fn count(&self, member: &str) -> Option<u64> {
         self.get(member)?.as_u64()
-    }
-
-    fn columns_by_heads(&self) -> Option<u64> {
-        self.count("hidden_size")?.checked_div(self.count("num_attention_heads")?)
     }
 
     /// The value of a key of the file as a number.

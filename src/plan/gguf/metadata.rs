@@ -8,7 +8,10 @@ use regex::Regex;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{card, hparams::f32_of};
+use super::{
+    card::{self, regex},
+    hparams::f32_of,
+};
 
 /// The name of the parameter that leaves out the keys of the model card.
 pub(super) const CARD: &str = "card";
@@ -43,14 +46,6 @@ struct NameParts {
     finetune: Option<String>,
     version: Option<String>,
     size: Option<String>,
-}
-
-fn is_match(pattern: &'static LazyLock<Regex>, text: &str) -> bool {
-    pattern.is_match(text)
-}
-
-fn regex(pattern: &str) -> Regex {
-    Regex::new(pattern).expect("a pattern of the program, which a test uses")
 }
 
 static VERSION: LazyLock<Regex> = LazyLock::new(|| regex(r"^(?i:(v|iter)?\d+([.]\d+)*)$"));
@@ -96,16 +91,16 @@ impl NameParts {
         let mut parts: Vec<(String, Vec<Kind>)> =
             full.split('-').filter(|part| !part.is_empty()).map(|part| (part.to_owned(), Vec::new())).collect();
         for (at, (part, kinds)) in parts.iter_mut().enumerate() {
-            if is_match(&VERSION, part) {
+            if VERSION.is_match(part) {
                 kinds.push(Kind::Version);
-            } else if is_match(&TYPE, part) {
+            } else if TYPE.is_match(part) {
                 kinds.push(Kind::Type);
                 *part = part.to_uppercase();
-            } else if at > 0 && is_match(&SIZE, part) {
+            } else if at > 0 && SIZE.is_match(part) {
                 let (spelled, is_size) = size_of(part, parameters);
                 kinds.push(if is_size { Kind::Size } else { Kind::Finetune });
                 *part = spelled;
-            } else if at > 0 && is_match(&FINETUNE, part) {
+            } else if at > 0 && FINETUNE.is_match(part) {
                 kinds.push(Kind::Finetune);
             }
         }
@@ -159,7 +154,7 @@ impl NameParts {
 fn title(id: &str) -> String {
     let titled = |word: &str| {
         let has_case = word.chars().any(char::is_alphabetic);
-        if !has_case || word != word.to_lowercase() || is_match(&NOT_TITLED, word) {
+        if !has_case || word != word.to_lowercase() || NOT_TITLED.is_match(word) {
             return word.to_owned();
         }
         let mut before = false;
@@ -255,7 +250,7 @@ pub(super) fn set(pairs: &mut GgufPairs, told: &Told<'_>, tensors: &[WrittenTens
         let value = row[1..].iter().filter_map(|name| card.get(name)).find(|value| !value.is_null());
         let text = match (row[0].as_str(), value) {
             ("name", _) if told.is_remote => Some(told.id.to_owned()),
-            ("license", Some(Value::Array(all))) => Some(texts(all).join(",")),
+            ("license", Some(all @ Value::Array(_))) => Some(texts(all).join(",")),
             (key, Some(value)) => {
                 let wrong = || {
                     format!(
@@ -278,7 +273,7 @@ pub(super) fn set(pairs: &mut GgufPairs, told: &Told<'_>, tensors: &[WrittenTens
     }
     for row in &KEYS.origins {
         let Some(value) = row[1..].iter().find_map(|name| card.get(name)) else { continue };
-        let ids = texts(value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice));
+        let ids = texts(value);
         pairs.set(format!("general.{}.count", row[0]), GgufValue::U32(u32::try_from(ids.len()).unwrap_or(u32::MAX)));
         for (number, id) in ids.into_iter().enumerate() {
             let is_url = ["http://", "https://", "ssh://"].iter().any(|scheme| id.starts_with(scheme));
@@ -301,14 +296,16 @@ pub(super) fn set(pairs: &mut GgufPairs, told: &Told<'_>, tensors: &[WrittenTens
     }
     for row in &KEYS.lists {
         let values = row[1..].iter().filter_map(|name| card.get(name));
-        let all = values.flat_map(|value| texts(value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice)));
-        pairs.set(format!("general.{}", row[0]), GgufValue::Texts(all.map(str::to_owned).collect()));
+        let all = values.flat_map(texts).map(str::to_owned).collect();
+        pairs.set(format!("general.{}", row[0]), GgufValue::Texts(all));
     }
     Ok(())
 }
 
-fn texts(values: &[Value]) -> Vec<&str> {
-    values.iter().filter_map(Value::as_str).collect()
+/// The texts of a list, or the one.
+fn texts(value: &Value) -> Vec<&str> {
+    let all = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+    all.iter().filter_map(Value::as_str).collect()
 }
 
 #[cfg(test)]
