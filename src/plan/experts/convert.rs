@@ -4,7 +4,7 @@
 //! A converter of the table has patterns of names, the names of what it makes, and operations. Tensors whose names become one
 //! belong together; each operation takes the tensors that the one before has made, under the pattern or the name that each then has.
 
-use std::{collections::BTreeMap, slice};
+use std::{cmp::Reverse, collections::BTreeMap, slice};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_tensor::{Shape, View, ViewError};
@@ -57,8 +57,6 @@ pub(super) struct ConverterRow {
 pub(crate) struct LoadConverter {
     /// In the order in which their tensors are taken.
     from: Vec<Regex>,
-    /// The longest pattern first: the order in which they are tried.
-    tried: Vec<usize>,
     /// The text in place of the pattern's.
     pub(super) to: Vec<String>,
     ops: Vec<LoadOperation>,
@@ -70,21 +68,18 @@ type Labelled = Vec<(String, Vec<View>)>;
 impl LoadConverter {
     pub(super) fn new(row: &ConverterRow) -> Result<Self, String> {
         let regex = |text: &String| Regex::new(text).map_err(|error| error.to_string());
-        let mut tried: Vec<usize> = (0..row.from.len()).collect();
-        tried.sort_by_key(|pattern| std::cmp::Reverse(row.from[*pattern].len()));
         let from = row.from.iter().map(regex).collect::<Result<_, _>>()?;
-        Ok(Self { from, tried, to: row.to.clone(), ops: row.ops.clone() })
+        Ok(Self { from, to: row.to.clone(), ops: row.ops.clone() })
     }
 
     /// The pattern that a name matches, and the text that it matches: the first in the name, of those that begin there the longest
     /// pattern's.
     pub(super) fn matched<'n>(&self, name: &'n str) -> Option<(usize, &'n str)> {
-        let found = |pattern: &usize| {
-            let found = self.from[*pattern].find(name).ok().flatten()?;
-            Some((found.start(), *pattern, found.as_str()))
-        };
-        let found = self.tried.iter().filter_map(found).reduce(|one, other| if other.0 < one.0 { other } else { one });
-        found.map(|(_, pattern, text)| (pattern, text))
+        let found = self.from.iter().enumerate().filter_map(|(at, regex)| {
+            let found = regex.find(name).ok().flatten()?;
+            Some(((found.start(), Reverse(regex.as_str().len())), (at, found.as_str())))
+        });
+        found.min_by_key(|(order, _)| *order).map(|(_, found)| found)
     }
 
     /// How many patterns it has.

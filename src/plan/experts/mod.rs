@@ -46,9 +46,8 @@ pub(super) fn orientation(checkpoint: &Checkpoint, told: Option<Order>) -> Orien
 
 /// The tensors that hold the matrices of all experts of a layer, with their names, in order.
 fn fused(checkpoint: &Checkpoint) -> Vec<(TensorInfo<'_>, ExpertName<'_>)> {
-    of_experts(checkpoint, |name, _| name.expert.is_none() && name.is_matrix())
-        .map(|(_, info, name)| (info, name))
-        .collect()
+    let found = of_experts(checkpoint, |name, _| name.expert.is_none() && name.is_matrix());
+    found.into_iter().map(|(_, info, name)| (info, name)).collect()
 }
 
 /// Tensors that one thread looks at together.
@@ -58,15 +57,14 @@ const PARSED_TOGETHER: usize = 4096;
 fn of_experts(
     checkpoint: &Checkpoint,
     holds: impl Fn(&ExpertName<'_>, &TensorInfo<'_>) -> bool + Sync,
-) -> impl Iterator<Item = (TensorId, TensorInfo<'_>, ExpertName<'_>)> {
+) -> Vec<(TensorId, TensorInfo<'_>, ExpertName<'_>)> {
     let ids: Vec<TensorId> = checkpoint.tensors().map(|(id, _)| id).collect();
     let found = |id: &TensorId| {
         let info = checkpoint.tensor(*id);
         let name = ExpertName::parse(info.name)?;
         holds(&name, &info).then_some((*id, info, name))
     };
-    let found: Vec<_> = ids.par_chunks(PARSED_TOGETHER).flat_map_iter(|ids| ids.iter().filter_map(found)).collect();
-    found.into_iter()
+    ids.par_chunks(PARSED_TOGETHER).flat_map_iter(|ids| ids.iter().filter_map(found)).collect()
 }
 
 /// A tensor of one expert, by its name.
@@ -133,16 +131,12 @@ pub(super) fn normal(
         };
         name.expert.is_none() || name.projection == Projection::GateUp || !is_own()
     };
-    let found: Vec<_> = of_experts(checkpoint, is_other).collect();
+    let found = of_experts(checkpoint, is_other);
     if found.is_empty() {
         return Ok(None);
     }
-    let form = Form {
-        checkpoint,
-        model: model.clone(),
-        orientation: orientation(checkpoint, told),
-        hidden: hidden(checkpoint),
-    };
+    let (orientation, hidden) = (orientation(checkpoint, told), hidden(checkpoint));
+    let form = Form { checkpoint, model: model.clone(), orientation, hidden };
     let mut composed = Vec::new();
     let mut problems = Vec::new();
     let mut names: BTreeMap<TensorId, String> = BTreeMap::new();
@@ -153,10 +147,8 @@ pub(super) fn normal(
                 names.insert(id, new);
             }
         } else if !keeps_fused {
-            match form.parts(id, &name, &info) {
-                Ok(parts) => composed.extend(parts),
-                Err(problem) => problems.push(problem),
-            }
+            let parts = form.parts(id, &name, &info).map_err(|problem| problems.push(problem));
+            composed.extend(parts.unwrap_or_default());
         }
     }
     if !problems.is_empty() {
@@ -212,7 +204,8 @@ impl Form<'_> {
         }
         let shown = orientation::shown(name.projection, info.shape, self.hidden);
         let order = self.orientation.order((info.name, info.shape), shown, !model.either_way);
-        let order = order.map_err(|reason| Problem::File { file: self.file_of(id), reason })?;
+        let file = || self.checkpoint.source().path(self.checkpoint.file_of(id)).display().to_string();
+        let order = order.map_err(|reason| Problem::File { file: file(), reason })?;
         let Some(order) = order else { return Ok(Vec::new()) };
         let outputs = match order {
             Order::OutIn => 0,
@@ -241,11 +234,6 @@ impl Form<'_> {
             Composed::part(new, (id, info.dtype, info.shape), ExpertPart { range: *range, ..part })
         };
         ranges.iter().filter_map(made).collect()
-    }
-
-    fn file_of(&self, id: TensorId) -> String {
-        let file = self.checkpoint.file_of(id);
-        self.checkpoint.source().path(file).display().to_string()
     }
 }
 

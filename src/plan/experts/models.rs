@@ -46,10 +46,8 @@ struct ModelRow {
 enum RenameRow {
     /// Pattern and target, with the scope.
     Always(Vec<String>),
-    /// Only if a name of the repository matches `guard`.
-    Guarded { from: String, to: String, scope: Vec<String>, guard: String },
-    /// The group is a number, which becomes another.
-    Numbered { from: String, to: String, scope: Vec<String>, number: NumberChange },
+    /// Only if a name of the repository matches `guard`, or with a group that is a number, which becomes another.
+    Changed { from: String, to: String, scope: Vec<String>, guard: Option<String>, number: Option<NumberChange> },
 }
 
 /// A number that is divided, without a rest, and then increased.
@@ -73,9 +71,9 @@ struct NameRule {
 const LEGACY: [[&str; 2]; 2] =
     [[r"LayerNorm.gamma(?!\w)", "LayerNorm.weight"], [r"LayerNorm.beta(?!\w)", "LayerNorm.bias"]];
 
-/// Names that begin so, the longer beginning first. All names if there is none.
-#[derive(Debug)]
-struct NameScope(Option<[String; 2]>);
+/// Names that begin so, the longer beginning first.
+#[derive(Debug, Default)]
+struct NameScope([String; 2]);
 
 /// What transformers makes of a tensor of a repository.
 #[derive(Debug, PartialEq, Eq)]
@@ -111,25 +109,13 @@ pub(crate) struct ModelNames {
 impl NameScope {
     fn new(row: &[String]) -> Self {
         let dotted = |word: &String| if word.is_empty() { String::new() } else { format!("{word}.") };
-        Self(match row {
-            [scope, base] => Some([format!("{}{}", dotted(base), dotted(scope)), dotted(scope)]),
-            _ => None,
-        })
+        let [scope, base] = row else { return Self::default() };
+        Self([format!("{}{}", dotted(base), dotted(scope)), dotted(scope)])
     }
 
     /// How much of a name is its beginning. None if the name is none of these.
     fn begin(&self, name: &str) -> Option<usize> {
-        match &self.0 {
-            None => Some(0),
-            Some(scopes) => scopes.iter().find(|scope| name.starts_with(scope.as_str())).map(String::len),
-        }
-    }
-}
-
-impl NumberChange {
-    /// The new number. None if it would be less than 0.
-    fn apply(self, number: u64) -> Option<u64> {
-        (number / self.divided).checked_add_signed(self.plus)
+        self.0.iter().find(|scope| name.starts_with(scope.as_str())).map(String::len)
     }
 }
 
@@ -149,10 +135,11 @@ impl NameRule {
         let group = found.iter().skip(1).flatten().next().map_or("", |group| group.as_str());
         let group = match self.number {
             None => group.to_owned(),
-            Some(change) => match group.parse().ok().and_then(|number| change.apply(number)) {
-                Some(number) => number.to_string(),
-                None => return name,
-            },
+            Some(NumberChange { divided, plus }) => {
+                let number = group.parse::<u64>().ok().and_then(|number| (number / divided).checked_add_signed(plus));
+                let Some(number) = number else { return name };
+                number.to_string()
+            }
         };
         let target = self.target.replace("\\1", &group);
         format!("{scope}{}", rest.replacen(whole.as_str(), &target, 1))
@@ -165,13 +152,14 @@ impl ModelNames {
         let regex = |text: &str| Regex::new(text).map_err(|error| error.to_string());
         let mut renames: Vec<NameRule> = Vec::new();
         for row in &row.renames {
-            let list = |from, to, scope| [from, to].into_iter().chain(scope).cloned().collect::<Vec<String>>();
-            let (list, guard, number) = match row {
-                RenameRow::Always(list) => (list.clone(), None, None),
-                RenameRow::Guarded { from, to, scope, guard } => (list(from, to, scope), Some(regex(guard)?), None),
-                RenameRow::Numbered { from, to, scope, number } => (list(from, to, scope), None, Some(*number)),
+            let (rule, guard) = match row {
+                RenameRow::Always(list) => (NameRule::new(list)?, None),
+                RenameRow::Changed { from, to, scope, guard, number } => {
+                    let list: Vec<String> = [from, to].into_iter().chain(scope).cloned().collect();
+                    let guard = guard.as_deref().map(regex).transpose()?;
+                    (NameRule { number: *number, ..NameRule::new(&list)? }, guard)
+                }
             };
-            let rule = NameRule { number, ..NameRule::new(&list)? };
             let is_there = |guard: &Regex| {
                 names.iter().any(|name| {
                     let name = renames.iter().fold((*name).to_owned(), |name, rule| rule.apply(name));
