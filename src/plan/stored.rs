@@ -87,13 +87,9 @@ pub(super) fn drafts(checkpoint: &Checkpoint, values: &Values<'_>) -> Result<Vec
     for (id, info) in checkpoint.tensors() {
         let logical = if is_maxtext { logical(info.name, info.shape.len()) } else { None };
         let roles = Roles { by_position: logical.is_none(), logical: logical.unwrap_or_default(), ..Roles::default() };
-        match values.view(id, values.dtype_of(id, &[info.name])) {
-            Ok(view) => {
-                let name = info.name.to_owned();
-                drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
-            }
-            Err(problem) => problems.push(problem),
-        }
+        let view = values.view(id, values.dtype_of(id, &[info.name])).map_err(|problem| problems.push(problem));
+        let name = info.name.to_owned();
+        drafts.extend(view.map(|view| Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None }));
     }
     if problems.is_empty() { Ok(drafts) } else { Err(problems) }
 }

@@ -313,13 +313,8 @@ impl Inversion<'_> {
         let drafts = std::mem::take(&mut self.reading.resolved.drafts);
         for (draft, id) in drafts.iter().zip(leaves).filter_map(|(draft, id)| Some((draft, (*id)?))) {
             let info = self.checkpoint.tensor(id);
-            let stored = match self.values.view(id, None) {
-                Ok(stored) => stored,
-                Err(problem) => {
-                    self.problems.push(problem);
-                    continue;
-                }
-            };
+            let stored = self.values.view(id, None).map_err(|problem| self.problems.push(problem));
+            let Ok(stored) = stored else { continue };
             if let Some((found, kept)) = invert::padded(&draft.view).filter(|(found, kept)| found - kept >= PADDING) {
                 self.reading.resolved.warnings.push(format!(
                     "{}: {found} rows, of which the first {kept} are shown, as config.json says: the other {} are left out as padding; if \
@@ -329,11 +324,7 @@ impl Inversion<'_> {
                 ));
             }
             match invert::invert(&draft.view, stored) {
-                Ok(found) => {
-                    for part in found {
-                        parts[part.target.0 as usize].push((part, info.dtype));
-                    }
-                }
+                Ok(found) => found.into_iter().for_each(|part| parts[part.target.0 as usize].push((part, info.dtype))),
                 Err(reason) => self.problems.push(Problem::File { file: draft.name.clone(), reason }),
             }
         }
@@ -406,10 +397,8 @@ impl Inversion<'_> {
                 continue;
             }
             let dtype = self.options.dtype.filter(|_| self.checkpoint.tensor(*id).dtype.is_float());
-            match self.values.view(*id, dtype) {
-                Ok(view) => tensors.push((own.clone(), view)),
-                Err(problem) => self.problems.push(problem),
-            }
+            let view = self.values.view(*id, dtype).map_err(|problem| self.problems.push(problem));
+            tensors.extend(view.map(|view| (own.clone(), view)));
         }
         let strange = fold(strange, &[]);
         let reason = "of --fill-from: the layout neither makes nor leaves out such a tensor";

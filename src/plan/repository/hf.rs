@@ -204,10 +204,7 @@ fn shown(
         .collect();
     let (mut shown, mut problems) = (Vec::with_capacity(found.len()), Vec::new());
     for found in found {
-        match found {
-            Ok(tensors) => shown.extend(tensors),
-            Err(problem) => problems.push(problem),
-        }
+        shown.extend(found.map_err(|problem| problems.push(problem)).unwrap_or_default());
     }
     let may_collide = !names.keep_all() || head.is_some();
     if let Some((head, embedding)) = head {
@@ -271,10 +268,8 @@ impl<'a> Rewriting<'a> {
             } else {
                 continue;
             };
-            match text {
-                Ok(text) => texts.extend(text.map(|text| (id, text))),
-                Err(problem) => problems.push(problem),
-            }
+            let text = text.map_err(|problem| problems.push(problem)).unwrap_or_default();
+            texts.extend(text.map(|text| (id, text)));
         }
         texts
     }
