@@ -16,21 +16,15 @@ fn twice(axis: usize) -> String {
     format!("two leaves hold the same part of axis {axis}")
 }
 
-/// The tensor of these parts. Elements that no part has come from `rest`, a tensor of the same shape and dtype.
+/// Parts of a view, each with its places by axis.
+type Parts = Vec<(Vec<Places>, View)>;
+
+/// The tensor of these parts, which have the same places on all axes before `axis`. Elements that no part has come from `rest`, a
+/// tensor of the same shape and dtype.
 ///
 /// # Errors
-/// Elements that no part has, or that two have..
-pub(super) fn assemble(shape: &Shape, parts: Vec<(Vec<Places>, View)>, rest: Option<&View>) -> Result<View, String> {
-    join(shape.extents(), 0, parts, rest)
-}
-
-/// Joins parts that have the same places on all axes before `axis`.
-fn join(
-    extents: &[u64],
-    axis: usize,
-    mut parts: Vec<(Vec<Places>, View)>,
-    rest: Option<&View>,
-) -> Result<View, String> {
+/// Elements that no part has, or that two have.
+pub(super) fn assemble(extents: &[u64], axis: usize, mut parts: Parts, rest: Option<&View>) -> Result<View, String> {
     let Some(extent) = extents.get(axis).copied() else {
         return match (parts.pop(), parts.is_empty()) {
             (Some((_, view)), true) => Ok(view),
@@ -38,13 +32,13 @@ fn join(
             (Some(_), false) => Err(twice(axis.saturating_sub(1))),
         };
     };
-    let mut groups: BTreeMap<Places, Vec<(Vec<Places>, View)>> = BTreeMap::new();
+    let mut groups: BTreeMap<Places, Parts> = BTreeMap::new();
     for (places, view) in parts {
         groups.entry(places[axis]).or_default().push((places, view));
     }
     let group = |places: Places, parts| {
         let rest = rest.map(|rest| rest.slice(axis, places.start, places.end(), places.step)).transpose()?;
-        join(extents, axis + 1, parts, rest.as_ref())
+        assemble(extents, axis + 1, parts, rest.as_ref())
     };
     if let Some(first) = groups.keys().find(|places| places.step > 1).copied() {
         return interleave(extent, axis, first.step, groups, &group);
@@ -70,9 +64,6 @@ fn join(
     }
     Ok(View::concat(axis, &views)?)
 }
-
-/// Parts of a view, each with its places by axis.
-type Parts = Vec<(Vec<Places>, View)>;
 
 /// Joins parts of which each has every `step`th place of an axis.
 fn interleave(

@@ -137,14 +137,13 @@ fn undo(
         Op::Concat { of, axis } => {
             let mut low = 0;
             for operand in of {
-                let high = low + operand.shape().extents()[*axis];
-                undo_between(operand, (*axis, low, high), &places, &value, is_forced, parts)?;
-                low = high;
+                let run = whole(operand, *axis);
+                undo_run(operand, (*axis, low, run), &places, &value, is_forced, parts)?;
+                low += run.count;
             }
         }
         Op::Pad { of, axis, before, .. } => {
-            let high = before + of.shape().extents()[*axis];
-            undo_between(of, (*axis, *before, high), &places, &value, is_forced, parts)?;
+            undo_run(of, (*axis, *before, whole(of, *axis)), &places, &value, is_forced, parts)?;
         }
         // The dtype of the result is the user's or the leaf's.
         Op::Cast { of } => undo(of, places, value, is_forced, parts)?,
@@ -165,27 +164,12 @@ fn undo(
     Ok(())
 }
 
-/// Undoes an operand that covers `low..high` of an axis.
-fn undo_between(
-    of: &View,
-    (axis, low, high): (usize, u64, u64),
-    places: &[Places],
-    value: &View,
-    is_forced: bool,
-    parts: &mut Vec<LeafPart>,
-) -> Result<(), String> {
-    let chosen = places[axis];
-    let (first, last) = chosen.inside(low, high);
-    if first >= last {
-        return Ok(());
-    }
-    let mut places = places.to_vec();
-    let start = chosen.start + chosen.step * first - low;
-    places[axis] = Places { start, step: if last - first > 1 { chosen.step } else { 1 }, count: last - first };
-    undo(of, places, value.slice(axis, first, last, 1)?, is_forced, parts)
+/// All indexes of an axis.
+fn whole(of: &View, axis: usize) -> StridedIndices {
+    StridedIndices { first: 0, step: 1, count: of.shape().extents()[axis] }
 }
 
-/// Undoes a run of a gather, whose indexes are at `low`, `low + 1`, … of an axis.
+/// Undoes a run of a gather, or a whole operand, whose indexes are at `low`, `low + 1`, … of an axis.
 fn undo_run(
     of: &View,
     (axis, low, run): (usize, u64, StridedIndices),

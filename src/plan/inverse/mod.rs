@@ -381,7 +381,7 @@ impl Inversion<'_> {
         let fill = fill.map(cast).transpose()?;
         let cast_part = |(part, _): (LeafPart, DType)| Ok((part.places, cast(part.view)?));
         let parts = parts.into_iter().map(cast_part).collect::<Result<Vec<(Vec<Places>, View)>, ViewError>>()?;
-        assemble(&target.shape, parts, fill.as_ref()).map(Some)
+        assemble(target.shape.extents(), 0, parts, fill.as_ref()).map(Some)
     }
 
     /// Adds what the layout leaves out from the repository that the user names. Whether there is such a repository.
