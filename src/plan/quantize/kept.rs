@@ -487,15 +487,8 @@ impl Keeping<'_> {
         let largest = self.modules.iter().max_by_key(|(_, modules)| modules.len()).map(|(stored, _)| *stored);
         let group = |(stored, modules): (&Stored, &Vec<String>)| {
             let targets = if largest == Some(*stored) { vec!["Linear".to_owned()] } else { modules.clone() };
-            let (format, mut weights, inputs) = stored.numbers();
-            if let Stored::Integers { is_symmetric, has_order, .. } = stored {
-                weights["symmetric"] = json!(is_symmetric);
-                weights["zp_dtype"] = json!((!is_symmetric).then_some("torch.int8"));
-                weights["actorder"] = json!(has_order.then_some("group"));
-            } else if let Stored::Fp8Block(block) = stored {
-                weights["block_structure"] = json!(block);
-            }
-            ModuleGroup { format, weights, activations: inputs, targets }
+            let (format, weights, activations) = stored.numbers();
+            ModuleGroup { format, weights, activations, targets }
         };
         self.modules.iter().map(group).collect()
     }
@@ -506,9 +499,13 @@ impl Stored {
     fn numbers(self) -> (&'static str, Json, Json) {
         const E4M3: Option<&str> = Some("torch.float8_e4m3fn");
         match self {
-            Self::Integers { bits, group, .. } => {
+            Self::Integers { bits, group, is_symmetric, has_order } => {
                 let strategy = if group.is_some() { "group" } else { "channel" };
-                ("pack-quantized", numbers("int", bits, strategy, group, None), Json::Null)
+                let mut weights = numbers("int", bits, strategy, group, None);
+                weights["symmetric"] = json!(is_symmetric);
+                weights["zp_dtype"] = json!((!is_symmetric).then_some("torch.int8"));
+                weights["actorder"] = json!(has_order.then_some("group"));
+                ("pack-quantized", weights, Json::Null)
             }
             Self::Nvfp4 { has_activations } => {
                 let mut inputs = Json::Null;
@@ -520,9 +517,10 @@ impl Stored {
                 }
                 ("nvfp4-pack-quantized", numbers("float", 4, "tensor_group", Some(16), E4M3), inputs)
             }
-            Self::Fp8Block([_, columns]) => {
-                let inputs = activations(8, "group", Some(columns));
-                ("float-quantized", numbers("float", 8, "block", None, None), inputs)
+            Self::Fp8Block(block) => {
+                let mut weights = numbers("float", 8, "block", None, None);
+                weights["block_structure"] = json!(block);
+                ("float-quantized", weights, activations(8, "group", Some(block[1])))
             }
             Self::Mxfp4 => {
                 ("mxfp4-pack-quantized", numbers("float", 4, "group", Some(32), Some("torch.uint8")), Json::Null)
