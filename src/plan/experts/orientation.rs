@@ -100,18 +100,21 @@ impl Orientation {
             (ShapeHint::Neither, _) => Ok(None),
             (ShapeHint::Order(order), _) => Ok(Some(order)),
             (ShapeHint::Either, Some(told)) => Ok(Some(told)),
-            (ShapeHint::Either, None) => match (&self.out_in, &self.in_out) {
-                (Some(_), None) => Ok(Some(Order::OutIn)),
-                (None, None) if is_fixed => Ok(Some(Order::OutIn)),
-                (_, Some(other)) => Err(ambiguous(
-                    name,
-                    shape,
-                    &format!(
+            (ShapeHint::Either, None) => {
+                let why = match (&self.out_in, &self.in_out) {
+                    (Some(_), None) => return Ok(Some(Order::OutIn)),
+                    (None, None) if is_fixed => return Ok(Some(Order::OutIn)),
+                    (_, Some(other)) => &format!(
                         "{other} is stored [experts, in, out], but transformers reads a square one as [experts, out, in]"
                     ),
-                )),
-                (None, None) => Err(ambiguous(name, shape, "no other tensor of experts shows the order of its axes")),
-            },
+                    (None, None) => "no other tensor of experts shows the order of its axes",
+                };
+                let (one, other) = (Order::OutIn.word(), Order::InOut.word());
+                Err(format!(
+                    "{name} has the shape {shape:?}, and both orientations fit: {why}; --set {PARAMETER}={one} or --set \
+                     {PARAMETER}={other} decides"
+                ))
+            }
         }
     }
 
@@ -123,14 +126,6 @@ impl Orientation {
             ShapeHint::Either => Some(self.told.unwrap_or(Order::OutIn)),
         }
     }
-}
-
-fn ambiguous(name: &str, shape: &[u64], why: &str) -> String {
-    format!(
-        "{name} has the shape {shape:?}, and both orientations fit: {why}; --set {PARAMETER}={} or --set {PARAMETER}={} decides",
-        Order::OutIn.word(),
-        Order::InOut.word()
-    )
 }
 
 #[cfg(test)]
