@@ -55,15 +55,10 @@ impl Embedded {
     }
 
     /// The file for the model that `config.json` names, if there is one.
-    fn file_of(self, checkpoint: &Checkpoint) -> Option<LayoutFile> {
+    pub(super) fn file_of(self, checkpoint: &Checkpoint) -> Option<LayoutFile> {
         let is_of = |file: &LayoutFile, wanted: &str| file.model_types.iter().any(|known| known == wanted);
         let files = || self.families().filter_map(|label| self.family(label));
         model_types(checkpoint).find_map(|wanted| files().find(|file| is_of(file, wanted)))
-    }
-
-    /// Whether the layout has a file for the model that `config.json` names.
-    pub(super) fn has_file(self, checkpoint: &Checkpoint) -> bool {
-        self.file_of(checkpoint).is_some()
     }
 
     /// The file for a repository: that of the family that the user set, or of the model that `config.json` names. Takes

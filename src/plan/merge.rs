@@ -28,7 +28,7 @@ use super::{
 };
 
 /// Members of the configuration that are read, or say nothing of how the adapter is merged.
-const KNOWN: [&str; 28] = [
+const KNOWN: [&str; 29] = [
     "alpha_pattern",
     "auto_mapping",
     "base_model_name_or_path",
@@ -57,6 +57,7 @@ const KNOWN: [&str; 28] = [
     "target_parameters",
     "task_type",
     "trainable_token_indices",
+    "use_rslora",
 ];
 
 /// Most bytes of the right matrix of a module, `A`. A part of a weight needs columns of it, which lie apart in all of its rows: on a
@@ -222,12 +223,9 @@ fn check_kind(config: &Value) -> Result<(), String> {
     }
     let members = config.as_object().into_iter().flatten();
     let mut unknown = members.filter(|(member, value)| !KNOWN.contains(&member.as_str()) && !is_unset(value));
-    match unknown.find(|(member, _)| !matches!(member.as_str(), "use_rslora")) {
-        Some((member, value)) => {
-            Err(format!("{member}: expected none, found {value}: nobody knows here how that is merged; {advice}"))
-        }
-        None => Ok(()),
-    }
+    unknown.next().map_or(Ok(()), |(member, value)| {
+        Err(format!("{member}: expected none, found {value}: nobody knows here how that is merged; {advice}"))
+    })
 }
 
 struct Merging<'a> {

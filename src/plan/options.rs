@@ -22,7 +22,6 @@ use super::{
     problem::{PlanError, Problem},
     select::Subset,
     shard::Sharding,
-    stored,
 };
 
 /// How tensors are named and shaped.
@@ -67,7 +66,7 @@ impl ViewOptions {
     /// These options for a checkpoint: the layout is `stored` for a trainer's if the user chose none, the layout `hf` takes from a
     /// trainer's names what wraps the model, and layers have the word of the model's releases, if the user gave no rename.
     pub fn for_checkpoint(&self, checkpoint: &Checkpoint) -> Cow<'_, Self> {
-        if !self.chooses_layout && self.layout == Layout::Canonical && stored::is_default(checkpoint) {
+        if !self.chooses_layout && self.layout == Layout::Canonical && !checkpoint.is_repository() {
             return Cow::Owned(Self { layout: Layout::Stored, ..self.clone() });
         }
         let rename = self.unwrapping(checkpoint).or_else(|| self.respelling(checkpoint));

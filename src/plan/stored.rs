@@ -37,12 +37,6 @@ const MAXTEXT: [(&str, &[&str]); 22] = [
     ("norm.scale", &["norm"]),
 ];
 
-/// Whether a checkpoint of this kind is shown as it is stored unless another layout is requested: one of a trainer, whose
-/// tensors no table of families names.
-pub(super) fn is_default(checkpoint: &Checkpoint) -> bool {
-    !checkpoint.is_repository()
-}
-
 /// Whether the names are those of a MaxText model.
 pub(super) fn is_maxtext(checkpoint: &Checkpoint) -> bool {
     checkpoint.tensors().any(|(_, info)| {

@@ -302,7 +302,7 @@ impl<'a> Builder<'a> {
                     return Err(already_laid_out(&embedded.name, stored).into());
                 }
                 let by_modules = embedded.traits.by_modules && !set.contains_key(FAMILY);
-                if by_modules && (modules::is_of_parts(wanted.seen()) || !embedded.has_file(wanted.seen())) {
+                if by_modules && (modules::is_of_parts(wanted.seen()) || embedded.file_of(wanted.seen()).is_none()) {
                     (None, Some(modules::names(wanted.seen())?))
                 } else {
                     (Some(embedded.choose(wanted.seen(), &mut set)?), None)
