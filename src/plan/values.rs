@@ -32,12 +32,12 @@ pub enum Raw {
 /// Decides on the values of tensors and builds their views.
 pub struct Values<'a> {
     checkpoint: &'a Checkpoint,
-    request: ValueRequest,
-    rules: &'a [CastRule],
+    pub(super) request: ValueRequest,
+    pub(super) rules: &'a [CastRule],
     /// The model, whose own code keeps some tensors in float32. `None` if the layout casts those too.
     keep_f32: Option<&'a Model>,
     /// Whether what is stored narrower becomes float32 where the model keeps it so: values are those of a loaded model.
-    as_loaded: bool,
+    pub(super) as_loaded: bool,
     /// Stored tensors that others need that are shown raw.
     of_raw: HashSet<TensorId>,
     /// Decoded tensors for which a rule has since required the raw form.
@@ -66,12 +66,6 @@ impl<'a> Values<'a> {
             raw: Mutex::default(),
             kept: Mutex::default(),
         }
-    }
-
-    /// These, with the dtypes of a loaded model: float32 where its own code keeps it so, though stored narrower.
-    #[must_use]
-    pub(crate) fn loaded(self) -> Self {
-        Self { as_loaded: true, ..self }
     }
 
     /// The selected part of the checkpoint.
@@ -172,16 +166,6 @@ impl<'a> Values<'a> {
                 self.view(composed.of, dtype).and_then(|view| composed.part.of_view(view).map_err(named))
             }
         }
-    }
-
-    /// Whether the general request or a rule converts anything.
-    pub(crate) fn converts(&self) -> bool {
-        converts(self.request, self.rules)
-    }
-
-    /// The generally requested dtype.
-    pub(crate) fn general_dtype(&self) -> Option<DType> {
-        self.request.dtype
     }
 }
 

@@ -350,8 +350,9 @@ impl<'a> Builder<'a> {
         // A layout's own dtype is its author's word; only the user's is for all floats of whatever model.
         let keeps_f32 = !traits.casts_f32 && options.dtype.is_some() && !stored::is_maxtext(wanted.seen());
         let keep_f32 = (keeps_f32 || traits.is_loaded).then_some(&chosen.model);
-        let values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
-        if traits.is_loaded { values.loaded() } else { values }
+        let mut values = Values::new(wanted.seen(), chosen.request, &options.casts, keep_f32);
+        values.as_loaded = traits.is_loaded;
+        values
     }
 
     /// Drafts by a layout of rules.

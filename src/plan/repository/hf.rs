@@ -16,7 +16,7 @@ use super::super::{
     quantize::{HF_QUANT_CONFIG, Quantizer, quantization_file},
     rename::{self, Rename},
     text_model::TextModel,
-    values::Values,
+    values::{Values, converts},
 };
 
 /// One file of `hf/`.
@@ -111,8 +111,8 @@ pub(crate) fn plan(
         && checkpoint.tensors().len() == original.tensors().len();
     let file = |path: &str, content| HfFile { path: path.to_owned(), content };
     let unchanged = || originals(original).map(|(_, path, id)| file(path, HfContent::Original(id))).collect();
-    let is_merged = original.merges().is_some();
-    if has_all && !is_merged && !values.converts() && names.keep_all() && std::ptr::eq(checkpoint, original) {
+    let is_asked = original.merges().is_some() || converts(values.request, values.rules) || !names.keep_all();
+    if has_all && !is_asked && std::ptr::eq(checkpoint, original) {
         return Ok(unchanged());
     }
     let shown = shown(original, values, names, head, quantizer)?;
@@ -345,7 +345,7 @@ fn metadata(checkpoint: &Checkpoint, file: FileId) -> Vec<(String, String)> {
 fn truthful_config(config: &Value, checkpoint: &Checkpoint, values: &Values<'_>, undone: bool) -> Value {
     let config = config.clone();
     let decoded = checkpoint.tensors().find_map(|(_, info)| info.quantized());
-    let dtype = values.general_dtype().or_else(|| values.decoded_dtype(decoded?.dtype));
+    let dtype = values.request.dtype.or_else(|| values.decoded_dtype(decoded?.dtype));
     with_dtype(config, checkpoint.dialect().text_config.as_deref(), dtype, undone)
 }
 
