@@ -373,6 +373,9 @@ impl dyn Source + '_ {
     ///
     /// # Errors
     /// The reason: it is longer, or its bytes do not come.
+    ///
+    /// # Panics
+    /// If a file within the limit has more bytes than there are addresses.
     pub fn read_whole(&self, file: FileId, bytes_max: u64) -> Result<Vec<u8>, String> {
         let len = self.len_bytes(file);
         if len > bytes_max {
