@@ -267,11 +267,14 @@ fn model_name(module: &str, matrix: &str) -> String {
     format!("{PREFIX}{module}.{kind}.{DEFAULT}{rest}")
 }
 
+/// Shapes and roles of the base's tensors, by their new names.
+type BaseTensors = HashMap<String, (Shape, Roles)>;
+
 /// Renames the base. Returns the targeted modules with the shapes of their weights, and all tensors by their new names.
 fn rename_base<'d>(
     drafts: impl Iterator<Item = &'d mut Draft>,
     lora: &Lora,
-) -> (BTreeMap<String, Option<Shape>>, HashMap<String, (Shape, Roles)>) {
+) -> (BTreeMap<String, Option<Shape>>, BaseTensors) {
     let (mut targeted, mut tensors) = (BTreeMap::new(), HashMap::new());
     for draft in drafts {
         let name = &draft.name;
