@@ -22,7 +22,8 @@ use super::{
     inverse,
     lora::{self, Lora, OF_EMBEDDING, OF_LINEAR, PREFIX, by_pattern, is_unset, matrix, unsaved_modules},
     name_group::{NameGroup, fold},
-    naming, peft,
+    naming,
+    peft::{self, AdapterTensors},
     problem::{PlanError, Problem},
     select::{self, Subset},
 };
@@ -145,15 +146,6 @@ pub(super) fn merged(
     let base = if *asked == MergedLora::Own { named } else { checkpoint };
     let merging = base.merging(Arc::new(Merges::new(of)));
     merging.map(Some).map_err(|reasons| problem(&reasons.join("; ")))
-}
-
-/// The tensors of an adapter, under the names of a saved one, and its configuration.
-pub(super) struct AdapterTensors {
-    pub(super) tensors: Vec<(TensorId, String)>,
-    pub(super) config: Value,
-    /// Where the tensors are, and the configuration.
-    pub(super) file: String,
-    pub(super) config_file: String,
 }
 
 /// Numbers of the configuration.

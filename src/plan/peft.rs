@@ -14,12 +14,12 @@
 use std::{collections::BTreeSet, path::Path};
 
 use ckfs_checkpoint::{Checkpoint, json};
+use ckfs_tensor::TensorId;
 use serde_json::Value;
 
 use super::{
     Layout, ViewOptions,
     lora::{DEFAULT, PREFIX},
-    merge::AdapterTensors,
     naming::words_of,
     problem::{PlanError, Problem},
 };
@@ -109,6 +109,15 @@ pub(super) fn base_layer(checkpoint: &Checkpoint) -> Option<&str> {
 /// Files of an adapter, which describe no merged model.
 fn is_of_adapter(path: &str) -> bool {
     path.starts_with("lora_adapter/") || path.starts_with("adapter_")
+}
+
+/// The tensors of an adapter, under the names of a saved one, and its configuration.
+pub(super) struct AdapterTensors {
+    pub(super) tensors: Vec<(TensorId, String)>,
+    pub(super) config: Value,
+    /// Where the tensors are, and the configuration.
+    pub(super) file: String,
+    pub(super) config_file: String,
 }
 
 /// The base in a training checkpoint alone, under the names of its model, and the adapter beside it; `named` is the checkpoint under
