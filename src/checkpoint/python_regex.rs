@@ -16,7 +16,7 @@ impl PythonRegex {
     }
 
     /// An expression that is matched as `re.match` does: from the start, not to the end.
-    pub fn matching(pattern: &str) -> Option<Self> {
+    pub(crate) fn matching(pattern: &str) -> Option<Self> {
         Self::new("^(?:", pattern, ")")
     }
 
