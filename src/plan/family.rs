@@ -5,10 +5,11 @@
 use std::{collections::BTreeMap, sync::LazyLock};
 
 use ckfs_checkpoint::Checkpoint;
-use ckfs_layouts::{FAMILIES, embedded_table};
+use ckfs_layouts::FAMILIES;
 use serde::Deserialize;
 
 use super::{
+    library::embedded_table,
     member::model_types,
     naming::{self, Parsed},
 };

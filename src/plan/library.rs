@@ -10,10 +10,9 @@ use std::{
     sync::LazyLock,
 };
 
-use ckfs_layouts::embedded_table;
 use ckfs_tensor::DType;
 use regex::RegexSet;
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 
 /// Bits of the narrowest float that holds everything a float32 does: a cast to it, or to a wider one, loses nothing.
 const F32_BITS: u64 = 32;
@@ -57,6 +56,14 @@ struct Others {
     alike: BTreeMap<String, String>,
     /// What such types have beside it.
     more: BTreeMap<String, Row>,
+}
+
+/// What a table in the program says.
+///
+/// # Panics
+/// If the text is none of that type: a test reads each table.
+pub(super) fn embedded_table<T: DeserializeOwned>(text: &str) -> T {
+    toml::from_str(text).expect("the table is in the program, and a test reads it")
 }
 
 static TABLE: LazyLock<Table> = LazyLock::new(|| embedded_table(include_str!("library/transformers.toml")));

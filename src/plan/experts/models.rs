@@ -7,12 +7,11 @@ use std::{
 };
 
 use ckfs_checkpoint::Checkpoint;
-use ckfs_layouts::embedded_table;
 use fancy_regex::Regex;
 use serde::Deserialize;
 
 use super::{
-    super::{member::model_types, naming},
+    super::{library::embedded_table, member::model_types, naming},
     convert::{ConverterRow, LoadConverter},
     spelling::ExpertName,
 };

@@ -3,12 +3,12 @@
 use std::sync::LazyLock;
 
 use ckfs_format::gguf::{GgufPairs, GgufValue, WrittenTensor};
-use ckfs_layouts::embedded_table;
 use regex::Regex;
 use serde::Deserialize;
 use serde_json::Value;
 
 use super::{
+    super::library::embedded_table,
     card::{self, regex},
     hparams::f32_of,
 };

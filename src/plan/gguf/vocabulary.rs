@@ -7,11 +7,10 @@ use std::{
 
 use ckfs_checkpoint::GgufTokenizer;
 use ckfs_format::gguf::{GgufPairs, GgufValue, sentence_pieces};
-use ckfs_layouts::embedded_table;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{files::ModelTexts, hparams::Hparams};
+use super::{super::library::embedded_table, files::ModelTexts, hparams::Hparams};
 
 /// Kinds of tokens.
 const NORMAL: i32 = 1;

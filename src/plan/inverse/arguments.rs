@@ -4,11 +4,10 @@
 use std::{collections::BTreeMap, sync::LazyLock};
 
 use ckfs_checkpoint::{Checkpoint, SavedArguments};
-use ckfs_layouts::embedded_table;
 use serde::Deserialize;
 use serde_json::Value as Json;
 
-use super::super::{Problem, member::configs};
+use super::super::{Problem, library::embedded_table, member::configs};
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]

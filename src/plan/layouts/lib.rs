@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, sync::LazyLock};
 
-use serde::{Deserialize, de::DeserializeOwned};
+use serde::Deserialize;
 
 include!(concat!(env!("OUT_DIR"), "/directories.rs"));
 
@@ -52,21 +52,14 @@ struct LayoutTable {
 static LAYOUTS: LazyLock<Vec<EmbeddedLayout>> = LazyLock::new(|| {
     let mut found = Vec::new();
     for (table, files) in DIRECTORIES {
-        let LayoutTable { names, traits } = embedded_table(table);
+        let LayoutTable { names, traits } =
+            toml::from_str(table).expect("the embedded table is well-formed, which a test shows");
         let layout = |(name, params)| EmbeddedLayout { name, params, files, traits: traits.clone() };
         found.extend(names.into_iter().map(layout));
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     found
 });
-
-/// What a table in the program says.
-///
-/// # Panics
-/// If the text is none of that type: a test reads each table.
-pub fn embedded_table<T: DeserializeOwned>(text: &str) -> T {
-    toml::from_str(text).expect("the table is in the program, and a test reads it")
-}
 
 /// All layouts, in the order of their names.
 pub fn embedded_layouts() -> &'static [EmbeddedLayout] {

@@ -2,9 +2,10 @@
 
 use std::{borrow::Cow, fmt::Write as _, sync::LazyLock};
 
-use ckfs_layouts::embedded_table;
 use serde::Deserialize;
 use smallvec::SmallVec;
+
+use super::super::library::embedded_table;
 
 /// Words that mark the structure of a name.
 #[derive(Debug, Deserialize)]

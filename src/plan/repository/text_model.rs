@@ -8,9 +8,10 @@
 use std::{collections::BTreeMap, sync::LazyLock};
 
 use ckfs_checkpoint::Checkpoint;
-use ckfs_layouts::embedded_table;
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
+
+use super::super::library::embedded_table;
 
 /// Classes by `model_type` of the whole model, and then by that of the nested configuration.
 type Classes = BTreeMap<String, BTreeMap<String, String>>;
