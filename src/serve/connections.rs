@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 /// What the server knows of a connection.
@@ -52,7 +52,7 @@ impl Connections {
 
     /// A place for a new connection. If all are taken, the one that was idle longest is closed; `None` if none is idle.
     pub(super) fn enter(self: &Arc<Self>) -> Option<ConnectionPlace> {
-        let mut table = self.lock();
+        let mut table = self.table.lock();
         if table.open.len() >= self.max {
             let idle = table.open.iter().filter(|(_, state)| state.busy == 0);
             let (oldest, _) = idle.min_by_key(|(_, state)| state.used)?;
@@ -73,21 +73,17 @@ impl Connections {
 
     /// Number of open connections.
     pub(super) fn len(&self) -> usize {
-        self.lock().open.len()
+        self.table.lock().open.len()
     }
 
     fn change(&self, number: u64, change: impl FnOnce(&mut ConnectionState)) {
-        let mut table = self.lock();
+        let mut table = self.table.lock();
         table.clock += 1;
         let clock = table.clock;
         if let Some(state) = table.open.get_mut(&number) {
             state.used = clock;
             change(state);
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, ConnectionTable> {
-        self.table.lock()
     }
 }
 
@@ -106,7 +102,7 @@ impl ConnectionPlace {
 
 impl Drop for ConnectionPlace {
     fn drop(&mut self) {
-        self.connections.lock().open.remove(&self.number);
+        self.connections.table.lock().open.remove(&self.number);
     }
 }
 
@@ -129,7 +125,7 @@ mod tests {
         drop(first.busy());
         let third = connections.enter().unwrap();
         assert_eq!(connections.len(), 2);
-        let numbers = || connections.lock().open.keys().copied().collect::<Vec<_>>();
+        let numbers = || connections.table.lock().open.keys().copied().collect::<Vec<_>>();
         assert_eq!(numbers(), [first.number, third.number]);
         let marks = [first.busy(), third.busy()];
         assert!(connections.enter().is_none(), "all are in use");

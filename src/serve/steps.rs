@@ -17,7 +17,7 @@ use ckfs_service::{
 };
 use ckfs_volume::{Ino, Volume};
 use lru::LruCache;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::sync::{Semaphore, watch};
 
 use super::{
@@ -115,14 +115,10 @@ impl ServedRun {
         if name == LATEST { self.run.latest() } else { step_number(name) }
     }
 
-    fn remembered(&self) -> MutexGuard<'_, LruCache<u64, Arc<KnownStep>>> {
-        self.known.lock()
-    }
-
     /// What is remembered of a step.
     fn recall(&self, held: &HeldStep) -> Option<OpenStep> {
         let Ok(volume) = held.volume() else { return Some(OpenStep { held: held.clone(), known: None }) };
-        let known = self.remembered().get(&held.version()).map(Arc::clone)?;
+        let known = self.known.lock().get(&held.version()).map(Arc::clone)?;
         let is_same = std::ptr::eq(known.volume.as_ptr(), Arc::as_ptr(volume));
         is_same.then(|| OpenStep { held: held.clone(), known: Some(known) })
     }
@@ -134,12 +130,12 @@ impl ServedRun {
         }
         let Ok(volume) = held.volume() else { return OpenStep { held, known: None } };
         let (commits, digest) = identity::of_volume(volume, self.views.iter().map(|view| &*view.name));
-        let before = self.remembered().get(&held.version()).map(|known| known.version.clone());
+        let before = self.known.lock().get(&held.version()).map(|known| known.version.clone());
         // A step that is planned again is not newer for that.
         let version = before.filter(|before| before.digest == digest);
         let version = version.unwrap_or_else(|| TreeDigest { digest, since: SystemTime::now() });
         let known = Arc::new(KnownStep { volume: Arc::downgrade(volume), commits, version });
-        self.remembered().put(held.version(), Arc::clone(&known));
+        self.known.lock().put(held.version(), Arc::clone(&known));
         OpenStep { held, known: Some(known) }
     }
 
@@ -177,16 +173,12 @@ impl ServedRun {
         done.map_err(|error| NoStep::Failed(format!("a request failed: {error}")))
     }
 
-    fn flights(&self) -> MutexGuard<'_, HashMap<u64, Opening>> {
-        self.opening.lock()
-    }
-
     /// A step in a state, planned if it is not.
     async fn version(self: &Arc<Self>, version: u64) -> Result<OpenStep, NoStep> {
         if let Some(open) = self.run.held(version)?.and_then(|held| self.recall(&held)) {
             return Ok(open);
         }
-        let mut opening = self.flights().entry(version).or_insert_with(|| self.open(version)).clone();
+        let mut opening = self.opening.lock().entry(version).or_insert_with(|| self.open(version)).clone();
         let opened = opening.wait_for(Option::is_some).await.map(|opened| opened.clone());
         opened.ok().flatten().unwrap_or_else(|| Err(NoStep::Failed("the step was not opened".to_owned())))
     }
@@ -199,7 +191,7 @@ impl ServedRun {
             let open = move |run: &Self| Ok(run.remember(run.run.hold(version)?));
             let result = run.elsewhere(open).await.and_then(|result| result);
             // A request that arrives from here on opens the step anew, or finds it open.
-            run.flights().remove(&version);
+            run.opening.lock().remove(&version);
             opened.send_replace(Some(result));
         });
         opening
@@ -325,7 +317,7 @@ impl ServedRun {
         commit: &str,
     ) -> Result<OpenStep, NoStep> {
         let has = |known: &KnownStep| known.commits.get(place).is_some_and(|known| known == commit);
-        let found = self.remembered().iter().find(|(_, known)| has(known)).map(|(version, _)| *version);
+        let found = self.known.lock().iter().find(|(_, known)| has(known)).map(|(version, _)| *version);
         if let Some(version) = found {
             let open = self.version(version).await?;
             return if open.known.as_deref().is_some_and(has) { Ok(open) } else { Err(NoStep::Absent) };
@@ -333,7 +325,7 @@ impl ServedRun {
         let most = if visitor == Visitor::Trusted { usize::MAX } else { 1 };
         for step in self.run.steps().iter().rev().take(most) {
             let version = self.run.version(step.number);
-            if version.is_none_or(|version| self.remembered().contains(&version)) {
+            if version.is_none_or(|version| self.known.lock().contains(&version)) {
                 continue;
             }
             match self.step(step.number).await {

@@ -56,15 +56,6 @@ impl HashedText {
     }
 }
 
-/// Bytes as hexadecimal digits.
-pub fn hex(bytes: impl IntoIterator<Item = u8>) -> String {
-    bytes.into_iter().fold(String::new(), |mut digits, byte| {
-        // Writing to a string never fails.
-        let _ = write!(digits, "{byte:02x}");
-        digits
-    })
-}
-
 /// Where a file without a digest is known by its identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdentityScope {

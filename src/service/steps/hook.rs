@@ -13,7 +13,7 @@ use std::{
 };
 
 use ckfs_source::calendar::utc;
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};
 
@@ -53,12 +53,6 @@ pub(super) struct HookState {
 struct HookShared {
     state: Mutex<HookState>,
     changed: Condvar,
-}
-
-impl HookShared {
-    fn lock(&self) -> MutexGuard<'_, HookState> {
-        self.state.lock()
-    }
 }
 
 /// Where a command finds the steps.
@@ -118,7 +112,7 @@ impl Hook {
     /// The system starts no thread.
     pub(super) fn start(command: &str, place: StepPlace) -> io::Result<Self> {
         let shared = Arc::<HookShared>::default();
-        command.clone_into(&mut shared.lock().command);
+        command.clone_into(&mut shared.state.lock().command);
         let (working, run) = (Arc::clone(&shared), command.to_owned());
         thread::Builder::new().name("ckfs-on-step".to_owned()).spawn(move || work(&working, &run, &place))?;
         Ok(Self(shared))
@@ -126,7 +120,7 @@ impl Hook {
 
     /// Has the command run for a step.
     pub(super) fn add(&self, step: u64) {
-        let mut state = self.0.lock();
+        let mut state = self.0.state.lock();
         if state.waiting.len() >= WAITING_MAX {
             state.waiting.pop_front();
         }
@@ -136,20 +130,20 @@ impl Hook {
     }
 
     pub(super) fn report(&self) -> HookState {
-        self.0.lock().clone()
+        self.0.state.lock().clone()
     }
 }
 
 impl Drop for Hook {
     fn drop(&mut self) {
-        self.0.lock().has_ended = true;
+        self.0.state.lock().has_ended = true;
         self.0.changed.notify_all();
     }
 }
 
 fn work(shared: &HookShared, command: &str, place: &StepPlace) {
     loop {
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         let step = loop {
             if state.has_ended {
                 return;
@@ -163,7 +157,7 @@ fn work(shared: &HookShared, command: &str, place: &StepPlace) {
         state.running = Some((step, began));
         drop(state);
         let result = run(shared, command, step, place);
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         state.running = None;
         let failure = match &result {
             Ok(0) => None,
@@ -230,7 +224,7 @@ fn wait(shared: &HookShared, child: &mut Child) -> io::Result<i32> {
         if let Some(status) = child.try_wait()? {
             return Ok(status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(-1));
         }
-        let mut state = shared.lock();
+        let mut state = shared.state.lock();
         if state.has_ended {
             drop(state);
             if let Some(group) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
@@ -306,7 +300,7 @@ mod tests {
             Arc::clone(&hook.0)
         });
         let until = Instant::now() + Duration::from_secs(30);
-        while shared.lock().running.is_some() {
+        while shared.state.lock().running.is_some() {
             assert!(Instant::now() < until);
             thread::sleep(Duration::from_millis(10));
         }

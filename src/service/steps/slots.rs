@@ -60,22 +60,10 @@ pub(super) fn same<'a>(slots: &'a SlotsByNumber, step: &ListedStep) -> Option<&'
     slots.get(&step.number)?.iter().find(|slot| slot.step.is_same(step))
 }
 
-macro_rules! read {
-    ($slots:expr) => {
-        $slots.inside.read()
-    };
-}
-
-macro_rules! write {
-    ($slots:expr) => {
-        $slots.inside.write()
-    };
-}
-
 impl Slots {
     /// The slot of an index, while it answers requests.
     pub(super) fn get(&self, index: u64) -> Option<Arc<Slot>> {
-        read!(self).slots.get(&index).cloned()
+        self.inside.read().slots.get(&index).cloned()
     }
 
     /// Notes a slot that is about to be planned. To be called without a lock of it.
@@ -94,7 +82,7 @@ impl Slots {
 
     /// Slots that answer requests and that the root does not show any more.
     pub(super) fn left(&self) -> Vec<Arc<Slot>> {
-        let inside = read!(self);
+        let inside = self.inside.read();
         if inside.slots.len() == inside.listed.len() {
             return Vec::new();
         }
@@ -104,31 +92,31 @@ impl Slots {
 
     /// The slot of a step that the root shows.
     pub(super) fn of_step(&self, number: u64) -> Option<Arc<Slot>> {
-        let inside = read!(self);
+        let inside = self.inside.read();
         inside.slots.get(inside.listed.get(&number)?).cloned()
     }
 
     /// The slots that the root shows, by the number of their step.
     pub(super) fn listed(&self) -> Vec<Arc<Slot>> {
-        let inside = read!(self);
+        let inside = self.inside.read();
         inside.listed.values().filter_map(|index| inside.slots.get(index).cloned()).collect()
     }
 
     /// The newest step, and a number that is another for each newest one.
     pub(super) fn latest(&self) -> Option<(u64, u64)> {
-        let inside = read!(self);
+        let inside = self.inside.read();
         inside.listed.last_key_value().map(|(number, _)| (*number, inside.latest_changes))
     }
 
     /// The slot of the newest step that the root shows.
     pub(super) fn newest(&self) -> Option<Arc<Slot>> {
-        let inside = read!(self);
+        let inside = self.inside.read();
         inside.slots.get(inside.listed.last_key_value()?.1).cloned()
     }
 
     /// All slots that answer requests, by the number of their step.
     pub(super) fn by_number(&self) -> SlotsByNumber {
-        by_number(&read!(self).slots)
+        by_number(&self.inside.read().slots)
     }
 
     /// Shows these steps and no others, each with the permission of its directory: the caller has looked that up, since all requests
@@ -139,7 +127,7 @@ impl Slots {
         are_there: &dyn Fn(&ListedStep) -> bool,
     ) -> SlotChanges {
         let mut changes = SlotChanges::default();
-        let mut inside = write!(self);
+        let mut inside = self.inside.write();
         let before = inside.listed.last_key_value().map(|(number, _)| *number);
         let known: Vec<Arc<Slot>> = inside.slots.values().cloned().collect();
         let wanted: HashMap<u64, &ListedStep> = steps.iter().map(|(step, _)| (step.number, step)).collect();
@@ -189,7 +177,7 @@ impl Slots {
 
     /// Ends a slot, and gives its step a new one with this content; `None` if the slot had ended, or its step is not shown.
     pub(super) fn replace(&self, old: &Slot, content: Option<StepContent>) -> Option<Arc<Slot>> {
-        let mut inside = write!(self);
+        let mut inside = self.inside.write();
         let ended = inside.slots.remove(&old.index)?;
         let mut replaced = None;
         if inside.listed.get(&old.step.number) == Some(&old.index) {
@@ -210,7 +198,7 @@ impl Slots {
 
     /// Forgets a slot that the root does not show any more and that nobody uses.
     pub(super) fn forget(&self, slot: &Slot) {
-        let mut inside = write!(self);
+        let mut inside = self.inside.write();
         if inside.listed.get(&slot.step.number) != Some(&slot.index) {
             inside.slots.remove(&slot.index);
         }
