@@ -1,13 +1,11 @@
 //! Requests that wait for bytes, whatever way they come in: each is answered once, in time, and counted.
 
-mod heartbeat;
 mod pending;
 mod table;
 mod waiting_threads;
 mod watchdog;
 
-pub use heartbeat::Heartbeat;
 pub use pending::{Pending, Refuse, ReplySlot, panic_text, read_whole};
 pub use table::{Client, Requests};
 pub use waiting_threads::{Handlers, WaitingThreads};
-pub use watchdog::Watchdog;
+pub use watchdog::{Heartbeat, Watchdog};

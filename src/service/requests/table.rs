@@ -188,11 +188,16 @@ impl<R> Requests<R> {
 }
 
 impl<R> Ticket<R> {
+    /// Its place, while the request waits.
+    fn waiting<'a>(&self, shard: &'a mut Shard<R>) -> Option<&'a mut Option<Request<R>>> {
+        let is_own = |place: &&mut Option<Request<R>>| matches!(place, Some(request) if request.number == self.number);
+        shard.places.get_mut(self.place).filter(is_own)
+    }
+
     /// The reply, to be sent; none if it was taken before.
     pub(super) fn take(&mut self) -> Option<R> {
         let mut shard = self.requests.shard(self.shard);
-        let place = shard.places.get_mut(self.place)?;
-        let request = place.take_if(|request| request.number == self.number)?;
+        let request = self.waiting(&mut shard)?.take()?;
         shard.free.push(self.place);
         self.taken = true;
         Some(request.reply)
@@ -201,25 +206,13 @@ impl<R> Ticket<R> {
     /// Notes that a thread handles it that stands in for those that take requests. Whether it still waits.
     pub(super) fn note_elsewhere(&self) -> bool {
         let mut shard = self.requests.shard(self.shard);
-        match shard.places.get_mut(self.place) {
-            Some(Some(request)) if request.number == self.number => {
-                request.elsewhere = true;
-                true
-            }
-            Some(_) | None => false,
-        }
+        let request = self.waiting(&mut shard).and_then(Option::as_mut);
+        request.map(|request| request.elsewhere = true).is_some()
     }
 
     /// Whether another thread answered it.
     pub(super) fn expired(&self) -> bool {
-        let waits = || {
-            let shard = self.requests.shard(self.shard);
-            shard
-                .places
-                .get(self.place)
-                .is_some_and(|place| matches!(place, Some(request) if request.number == self.number))
-        };
-        !self.taken && !waits()
+        !self.taken && self.waiting(&mut self.requests.shard(self.shard)).is_none()
     }
 }
 
