@@ -2,7 +2,7 @@
 
 use std::{
     error::Error,
-    io,
+    io, iter,
     path::{Path, PathBuf},
     sync::Arc,
     thread,
@@ -64,7 +64,7 @@ pub fn remote_options(settings: &MountSettings) -> RemoteOptions {
 }
 
 /// Makes the path of a source complete: a daemon changes its working directory, and later checks its files by path again.
-pub(super) fn make_complete(source: &mut String, waits: &WaitRegistry) -> Result<(), OpenError> {
+fn make_complete(source: &mut String, waits: &WaitRegistry) -> Result<(), OpenError> {
     let path = Path::new(&*source);
     let _looking = waits.begin_path(path, "look for the source");
     // A complete path needs no look at its storage.
@@ -76,10 +76,17 @@ pub(super) fn make_complete(source: &mut String, waits: &WaitRegistry) -> Result
     Ok(())
 }
 
+/// Makes the paths of the sources beside the one of a configuration complete. Returns that one, complete too.
+pub(super) fn complete_source(config: &mut Config, waits: &WaitRegistry) -> Result<String, OpenError> {
+    let mut source = config.source.clone().ok_or_else(OpenError::no_source)?;
+    let averaged = config.mount.average.iter_mut().flat_map(Average::sources_mut);
+    let others = [&mut config.config_from, &mut config.fill_from, &mut config.base].into_iter().flatten();
+    iter::once(&mut source).chain(averaged).chain(others).try_for_each(|source| make_complete(source, waits))?;
+    Ok(source)
+}
+
 /// How a configuration wants checkpoints to be opened, with every wait noted in `waits`.
 pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOptions {
-    let io = config.mount.source_io.unwrap_or_default();
-    let follow_symlinks = config.mount.follow_symlinks.unwrap_or(false);
     let of_view = |view: &ckfs_config::ViewConfig| {
         let merged = match &view.settings.merge_lora {
             Some(MergedLora::Dir(dir)) => Some(dir.clone()),
@@ -90,10 +97,6 @@ pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOp
     let mut adapters: Vec<_> = config.views.iter().flat_map(of_view).flatten().collect();
     adapters.sort();
     adapters.dedup();
-    let (config_from, fill_from) = (config.config_from.clone(), config.fill_from.clone());
-    let (mut remote, asks_hub) = (remote_options(&config.mount), true);
-    remote.waits = Arc::clone(waits.services());
-    let training_state = config.mount.training_state.unwrap_or(false);
     let unfinished = if config.mount.allow_unfinished == Some(true) { Unfinished::Read } else { Unfinished::Refused };
     // Later each view checks for itself what it needs.
     let allowed = |of: fn(&ViewSettings) -> &Option<Allow>| {
@@ -101,26 +104,24 @@ pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOp
             config.views.iter().map(|view| of(&view.settings).clone().unwrap_or_default()).collect();
         Accepted::new(move |name| !allowed.is_empty() && allowed.iter().all(|allow| allow.accepts(name)))
     };
-    let (allow_missing, allow_unmapped) =
-        (allowed(|settings| &settings.allow_missing), allowed(|settings| &settings.allow_unmapped));
     OpenOptions {
-        io,
+        io: config.mount.source_io.unwrap_or_default(),
         adapters,
-        config_from,
-        fill_from,
+        config_from: config.config_from.clone(),
+        fill_from: config.fill_from.clone(),
         base: config.base.clone(),
         average: if let Some(Average::Sources(sources)) = &config.mount.average { sources.clone() } else { Vec::new() },
-        follow_symlinks,
-        training_state,
+        follow_symlinks: config.mount.follow_symlinks.unwrap_or(false),
+        training_state: config.mount.training_state.unwrap_or(false),
         unfinished,
-        allow_missing,
-        allow_unmapped,
+        allow_missing: allowed(|settings| &settings.allow_missing),
+        allow_unmapped: allowed(|settings| &settings.allow_unmapped),
         duplicates: config.mount.duplicates,
         variant: config.mount.variant.clone(),
         compared: state_directory().map(|directory| Arc::new(ComparedFiles::open(&directory))),
         fetches: Arc::clone(waits),
-        asks_hub,
-        remote,
+        asks_hub: true,
+        remote: RemoteOptions { waits: Arc::clone(waits.services()), ..remote_options(&config.mount) },
         ..OpenOptions::default()
     }
 }
@@ -141,14 +142,7 @@ pub fn open_checkpoint(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result
     }
     start_pool()?;
     average::resolve(config, &open_options(config, waits))?;
-    let mut source = config.source.clone().ok_or_else(OpenError::no_source)?;
-    make_complete(&mut source, waits)?;
-    for other in config.mount.average.iter_mut().flat_map(Average::sources_mut) {
-        make_complete(other, waits)?;
-    }
-    for other in [&mut config.config_from, &mut config.fill_from, &mut config.base].into_iter().flatten() {
-        make_complete(other, waits)?;
-    }
+    let source = complete_source(config, waits)?;
     let options = open_options(config, waits);
     let checkpoint = Checkpoint::open(&source, &options);
     let looking = waits.begin_path(Path::new(&source), "look for a mount");

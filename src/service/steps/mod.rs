@@ -7,14 +7,14 @@
 //! | module | holds |
 //! | --- | --- |
 //! | `run` | [`Run`]: what is shared by all steps: settings, memory, threads, counters; [`RunState`]: what of it never waits |
-//! | `run_service` | [`RunService`]: a run with its threads |
+//! | `run_service` | [`RunService`]: a run with its threads, and what keeps it alive |
 //! | `settle` | which steps of a listing are finished: their marks, silence, and a first look into fresh ones |
 //! | `follow` | the thread that looks for new and deleted steps |
 //! | `slot`, `slots` | a step and its volume; all steps by number |
 //! | `opening` | planning a step when it is first looked at, or is new and the newest, and dropping what nobody uses |
 //! | `held` | [`HeldStep`]: a step that somebody uses, for doors that look into one step |
 //! | `failed` | the tree of a step that cannot be planned: `.ckfs/error` |
-//! | `run_tree`, `run_upkeep` | the file system, and what keeps it alive |
+//! | `run_tree` | the file system |
 //! | `report` | `steps.json`, statistics, metrics |
 //! | `hook` | the command for each new step |
 //!
@@ -44,7 +44,6 @@ mod report;
 mod run;
 mod run_service;
 mod run_tree;
-mod run_upkeep;
 mod settle;
 mod slot;
 mod slots;

@@ -113,11 +113,7 @@ impl Run {
     pub fn open(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Arc<Self>, OpenError> {
         open::start_pool()?;
         let wanted = config.mount.steps.unwrap_or(Steps::All);
-        let mut source = config.source.clone().ok_or_else(OpenError::no_source)?;
-        open::make_complete(&mut source, waits)?;
-        for other in [&mut config.config_from, &mut config.fill_from, &mut config.base].into_iter().flatten() {
-            open::make_complete(other, waits)?;
-        }
+        let source = open::complete_source(config, waits)?;
         config.source = Some(source.clone());
         if let Some(mountpoint) = &config.mountpoint {
             refuse_inside(&source, mountpoint)?;
