@@ -10,6 +10,9 @@ use super::{body::ReplyBody, gate::NoEntry, host::Caller};
 /// A reply.
 pub(super) type Reply = Response<ReplyBody>;
 
+/// A reply, or the one that says why there is no other.
+pub(super) type Answered = Result<Reply, Reply>;
+
 /// Content type of text.
 pub(super) const TEXT: &str = "text/plain; charset=utf-8";
 /// Of JSON.

@@ -10,7 +10,7 @@ use http::{
 };
 
 use super::{
-    answer::{self, Reply},
+    answer::{self, Answered, Reply},
     body::{FilePart, ReplyBody},
     conditions::{self, FileVerdict},
     gate::Visitor,
@@ -37,20 +37,17 @@ fn content_type(path: &str) -> &'static str {
 
 /// Answers a request of a file that is made at each one. Its version is that of these bytes, so no request gets parts of two: a range
 /// counts only with the tag that the client has.
-pub(super) fn of_bytes(path: &str, bytes: &Bytes, method: &Method, headers: &HeaderMap) -> Reply {
+pub(super) fn of_bytes(path: &str, bytes: &Bytes, method: &Method, headers: &HeaderMap) -> Answered {
     let version = FileVersion::of_bytes(bytes);
     let mut headers = headers.clone();
     if !headers.contains_key(IF_MATCH) && !headers.contains_key(IF_RANGE) {
         headers.remove(RANGE);
     }
-    let part = match begin(&version, bytes.len() as u64, method, &headers) {
-        Ok(part) => part,
-        Err(reply) => return reply,
-    };
-    finish(&version, path, &part, method, || {
+    let part = begin(&version, bytes.len() as u64, method, &headers)?;
+    Ok(finish(&version, path, &part, method, || {
         let [start, end] = [part.start, part.end].map(|at| usize::try_from(at).expect("the bytes are in memory"));
         ReplyBody::of(bytes.slice(start..end))
-    })
+    }))
 }
 
 /// The part of a file that a request gets.
@@ -111,7 +108,7 @@ fn finish(
 }
 
 /// Answers a GET or HEAD of a file.
-pub(super) async fn of_file(asked: AskedFile<'_>, method: &Method, headers: &HeaderMap) -> Reply {
+pub(super) async fn of_file(asked: AskedFile<'_>, method: &Method, headers: &HeaderMap) -> Answered {
     let AskedFile { reads, node, version } = asked;
     debug_assert_eq!(node.attr.kind, NodeKind::File);
     let unreadable = |refusal: ReadRefusal| {
@@ -119,20 +116,14 @@ pub(super) async fn of_file(asked: AskedFile<'_>, method: &Method, headers: &Hea
         answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text)
     };
     let Some(version) = version else {
-        let made = reads.made(node.attr.ino).await;
-        return made.map_or_else(unreadable, |bytes| of_bytes(&node.path, &bytes, method, headers));
+        let made = reads.made(node.attr.ino).await.map_err(unreadable)?;
+        return of_bytes(&node.path, &made, method, headers);
     };
-    let part = match begin(&version, node.attr.size_bytes, method, headers) {
-        Ok(part) => part,
-        Err(reply) => return reply,
-    };
+    let part = begin(&version, node.attr.size_bytes, method, headers)?;
     // Opening checks the sources: a file that is known to be damaged is an error, not the beginning of a reply.
-    match reads.open(node.attr.ino).await {
-        Ok(file) => finish(&version, &node.path, &part, method, || {
-            ReplyBody::of_file(FilePart::new(reads, file, part.start, part.end))
-        }),
-        Err(refusal) => unreadable(refusal),
-    }
+    let file = reads.open(node.attr.ino).await.map_err(unreadable)?;
+    let body = || ReplyBody::of_file(FilePart::new(reads, file, part.start, part.end));
+    Ok(finish(&version, &node.path, &part, method, body))
 }
 
 /// The reply to a visitor who may not read a node.

@@ -4,7 +4,7 @@ use ckfs_volume::NodeKind;
 use http::{HeaderMap, Method, StatusCode, header::LOCATION};
 
 use super::{
-    answer::{self, Reply},
+    answer::{self, Answered, Reply},
     file_reply::{self, AskedFile},
     gate::Visitor,
     listing, path,
@@ -20,25 +20,22 @@ pub(super) async fn answer(
     path: &str,
     method: &Method,
     headers: &HeaderMap,
-) -> Reply {
-    let Ok(names) = path::names(path) else {
-        return answer::failed(StatusCode::BAD_REQUEST, "expected a path of names, without . and ..");
-    };
+) -> Answered {
+    let malformed = |_| answer::failed(StatusCode::BAD_REQUEST, "expected a path of names, without . and ..");
+    let names = path::names(path).map_err(malformed)?;
+    let none = |reason| no_node(reason, &names, visitor);
     let (tree, rest) = match served.place(visitor, &names).await {
         Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
         Ok(ServedPlace::Text(text)) => {
             return file_reply::of_bytes(&names.join("/"), &text.into(), method, headers);
         }
-        Err(NoPlace::Node(reason)) => return no_node(reason, &names, visitor),
+        Err(NoPlace::Node(reason)) => return Err(none(reason)),
         Err(NoPlace::Failed(cause)) => {
             let text = format!("{}: {cause}", names.join("/"));
-            return answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text);
+            return Err(answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text));
         }
     };
-    let node = match tree.find(visitor, &tree.root, &rest) {
-        Ok(node) => node,
-        Err(reason) => return no_node(reason, &names, visitor),
-    };
+    let node = tree.find(visitor, &tree.root, &rest).map_err(none)?;
     let is_directory = node.attr.kind == NodeKind::Directory;
     let elsewhere = match (names.split_first(), &tree.version) {
         // A name that leads elsewhere tomorrow is answered by the address of what it leads to now.
@@ -52,7 +49,8 @@ pub(super) async fn answer(
     if let Some(elsewhere) = elsewhere {
         let slash = if is_directory && !elsewhere.is_empty() && !elsewhere.ends_with('/') { "/" } else { "" };
         let address = format!("/files/{elsewhere}{slash}");
-        return answer::with_header(answer::failed(StatusCode::TEMPORARY_REDIRECT, &address), LOCATION, &address);
+        let reply = answer::failed(StatusCode::TEMPORARY_REDIRECT, &address);
+        return Ok(answer::with_header(reply, LOCATION, &address));
     }
     match node.attr.kind {
         NodeKind::Directory => match (served, &tree.version) {
@@ -60,17 +58,16 @@ pub(super) async fn answer(
             (ServedSource::Run(run), TreeVersion::Run(_)) => {
                 let headers = headers.clone();
                 let work = move |run: &ServedRun| run.unchanged(|| listing::whole(&tree, visitor, &node, &headers));
-                let listed = run.aside(work).await.unwrap_or(Err(NoNode::Failed));
-                listed.unwrap_or_else(|reason| no_node(reason, &names, visitor))
+                run.aside(work).await.unwrap_or(Err(NoNode::Failed)).map_err(none)
             }
-            _ => listing::of_directory(&tree, visitor, &node, headers),
+            _ => Ok(listing::of_directory(&tree, visitor, &node, headers)),
         },
         NodeKind::File => {
             let asked = AskedFile { reads: &tree.reads, node: &node, version: tree.version(&node) };
             file_reply::of_file(asked, method, headers).await
         }
         // Links were followed.
-        NodeKind::Symlink => answer::failed(StatusCode::NOT_FOUND, "a link that leads nowhere"),
+        NodeKind::Symlink => Err(answer::failed(StatusCode::NOT_FOUND, "a link that leads nowhere")),
     }
 }
 

@@ -26,7 +26,7 @@ use serde_json::{Value, json};
 use url::form_urlencoded;
 
 use super::{
-    answer::{self, JSON, Reply},
+    answer::{self, Answered, JSON, Reply},
     file_reply::{self, AskedFile},
     gate::Visitor,
     path,
@@ -131,36 +131,33 @@ pub(super) struct HubCall<'a> {
 }
 
 /// Answers a request.
-pub(super) async fn answer(served: &ServedSource, request: HubRequest, call: &HubCall<'_>, body: Incoming) -> Reply {
-    let (id, revision, asked) = match request {
+pub(super) async fn answer(served: &ServedSource, asked: HubRequest, call: &HubCall<'_>, body: Incoming) -> Answered {
+    let (id, revision, asked) = match asked {
         HubRequest::All { of_models } => {
             let all = if of_models { served.repositories(call.visitor).await } else { Vec::new() };
             let all: Vec<Value> = searched(&all, call.query).map(|repository| model(repository, &[])).collect();
-            return json_reply(&Value::from(all));
+            return Ok(json_reply(&Value::from(all)));
         }
         HubRequest::Other { id } if served.ids().contains(&id) => {
-            return answer::failed(StatusCode::NOT_FOUND, &format!("{id}: this is not answered here"));
+            return Err(answer::failed(StatusCode::NOT_FOUND, &format!("{id}: this is not answered here")));
         }
-        HubRequest::Other { id } => return no_repository(NoRepository::Name, &id, BRANCH, call.visitor),
+        HubRequest::Other { id } => return Err(no_repository(NoRepository::Name, &id, BRANCH, call.visitor)),
         HubRequest::Refs { id } => {
-            return match served.branches(call.visitor, &id).await {
-                Ok(branches) => json_reply(&refs(&branches)),
-                Err(reason) => no_repository(reason, &id, BRANCH, call.visitor),
-            };
+            let branches = served.branches(call.visitor, &id).await;
+            let branches = branches.map_err(|reason| no_repository(reason, &id, BRANCH, call.visitor))?;
+            return Ok(json_reply(&refs(&branches)));
         }
         HubRequest::Revision { id, revision, asked } => (id, revision, asked),
     };
-    let repository = match served.repository(call.visitor, &id, &revision).await {
-        Ok(repository) => repository,
-        Err(reason) => return no_repository(reason, &id, &revision, call.visitor),
-    };
+    let none = |reason| no_repository(reason, &id, &revision, call.visitor);
+    let repository = served.repository(call.visitor, &id, &revision).await.map_err(none)?;
     match asked {
         AskedOf::Model => of_model(&repository, call).await,
-        AskedOf::Access => json_reply(&json!({})),
-        AskedOf::Commits => match served.branches(call.visitor, &id).await {
-            Ok(branches) => json_reply(&commits(&branches, &repository)),
-            Err(reason) => no_repository(reason, &id, &revision, call.visitor),
-        },
+        AskedOf::Access => Ok(json_reply(&json!({}))),
+        AskedOf::Commits => {
+            let branches = served.branches(call.visitor, &id).await.map_err(none)?;
+            Ok(json_reply(&commits(&branches, &repository)))
+        }
         AskedOf::Tree(path) => of_tree(&repository, &path, call).await,
         AskedOf::PathsInfo => of_paths(&repository, call, body).await,
         AskedOf::File(path) if revision == repository.commit => of_file(&repository, &path, call.method, call).await,
@@ -263,12 +260,10 @@ fn searched<'a>(all: &'a [ServedRepository], query: &str) -> impl Iterator<Item 
     all.iter().filter(is_asked).take(limit)
 }
 
-async fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Reply {
+async fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Answered {
     let has_sizes = asks_for(call.query, "blobs");
-    let entries = match repository.entries(call.visitor, &repository.root, true) {
-        Ok(entries) => entries,
-        Err(reason) => return no_entry(repository, &repository.id, reason),
-    };
+    let entries = repository.entries(call.visitor, &repository.root, true);
+    let entries = entries.map_err(|reason| no_entry(repository, &repository.id, reason))?;
     let sibling = async |entry: &RepositoryEntry| {
         if has_sizes {
             let tag = repository.tag(call.visitor, entry).await;
@@ -278,7 +273,7 @@ async fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Reply {
         }
     };
     let siblings = join_all(entries.iter().filter(|entry| entry.is_file()).map(sibling)).await;
-    json_reply(&model(repository, &siblings))
+    Ok(json_reply(&model(repository, &siblings)))
 }
 
 fn refs(branches: &[(String, ServedRepository)]) -> Value {
@@ -317,32 +312,29 @@ async fn entry_row(repository: &ServedRepository, entry: &RepositoryEntry, expan
     row
 }
 
-async fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) -> Reply {
-    let below = match repository.tree.find(call.visitor, &repository.root, names) {
-        Ok(node) if node.attr.kind == NodeKind::Directory => node,
-        Ok(_) => return no_entry(repository, &names.join("/"), NoNode::Absent),
-        Err(reason) => return no_entry(repository, &names.join("/"), reason),
-    };
+async fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) -> Answered {
+    let none = |reason| no_entry(repository, &names.join("/"), reason);
+    let below = repository.tree.find(call.visitor, &repository.root, names);
+    let below = below.and_then(|node| node.of_kind(NodeKind::Directory)).map_err(none)?;
     let recursive = asks_for(call.query, "recursive");
     let limit = asked(call.query, "limit").and_then(|text| text.parse().ok()).unwrap_or(PAGE_ENTRIES);
     let limit = limit.clamp(1, PAGE_ENTRIES);
     let start: usize = match asked(call.query, "cursor").map(|text| text.parse()) {
         None => 0,
         Some(Ok(start)) => start,
-        Some(Err(_)) => return hub_error(StatusCode::BAD_REQUEST, "InvalidCursor", "cursor: expected that of a page"),
+        Some(Err(_)) => {
+            return Err(hub_error(StatusCode::BAD_REQUEST, "InvalidCursor", "cursor: expected that of a page"));
+        }
     };
     let expand = asks_for(call.query, "expand");
-    let entries = match repository.entries(call.visitor, &below, recursive) {
-        Ok(entries) => entries,
-        Err(reason) => return no_entry(repository, &names.join("/"), reason),
-    };
+    let entries = repository.entries(call.visitor, &below, recursive).map_err(none)?;
     // Together: each may wait for its file.
     let rows = entries.iter().skip(start).take(limit).map(|entry| entry_row(repository, entry, expand, call.visitor));
     let page = join_all(rows).await;
     let next = start.saturating_add(page.len());
     let reply = answer::with_header(json_reply(&Value::from(page)), REPO_COMMIT, &repository.commit);
     if next >= entries.len() {
-        return reply;
+        return Ok(reply);
     }
     let mut query = form_urlencoded::Serializer::new(String::new());
     query.extend_pairs(form_urlencoded::parse(call.query.as_bytes()).filter(|(key, _)| key != "cursor"));
@@ -351,7 +343,7 @@ async fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall
     let ServedRepository { id, commit, .. } = repository;
     let path = path::encoded(&names.join("/"));
     let link = format!("<{}/api/models/{id}/tree/{commit}/{path}?{query}>; rel=\"next\"", origin(call.headers));
-    answer::with_header(reply, LINK, &link)
+    Ok(answer::with_header(reply, LINK, &link))
 }
 
 /// The address by which the client reached this server. Clients take the address of a next page as it is.
@@ -362,14 +354,13 @@ fn origin(headers: &HeaderMap) -> String {
     if host.is_empty() { String::new() } else { format!("{scheme}://{host}") }
 }
 
-async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incoming) -> Reply {
+async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incoming) -> Answered {
     let malformed = |what: &str| hub_error(StatusCode::BAD_REQUEST, "BadRequest", what);
-    let Ok(body) = Limited::new(body, PATHS_BYTES_MAX).collect().await else {
-        return malformed(&format!("paths: expected at most {PATHS_BYTES_MAX} bytes"));
-    };
-    let Some((paths, expand)) = asked_paths(&body.to_bytes()) else { return malformed("paths: expected a list") };
+    let body = Limited::new(body, PATHS_BYTES_MAX).collect().await;
+    let body = body.map_err(|_| malformed(&format!("paths: expected at most {PATHS_BYTES_MAX} bytes")))?;
+    let (paths, expand) = asked_paths(&body.to_bytes()).ok_or_else(|| malformed("paths: expected a list"))?;
     if paths.len() > PATHS_MAX {
-        return malformed(&format!("paths: expected at most {PATHS_MAX}, found {}", paths.len()));
+        return Err(malformed(&format!("paths: expected at most {PATHS_MAX}, found {}", paths.len())));
     }
     let mut entries = Vec::new();
     for asked in &paths {
@@ -377,14 +368,14 @@ async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incom
         let node = match repository.tree.find(call.visitor, &repository.root, &names) {
             Ok(node) => node,
             Err(NoNode::Absent | NoNode::Denied) => continue,
-            Err(NoNode::Failed) => return no_entry(repository, asked, NoNode::Failed),
+            Err(NoNode::Failed) => return Err(no_entry(repository, asked, NoNode::Failed)),
         };
         let entry = RepositoryEntry { path: repository.path_of(&node), attr: node.attr };
         // The root is none.
         entries.extend((!entry.path.is_empty()).then_some(entry));
     }
     let rows = join_all(entries.iter().map(|entry| entry_row(repository, entry, expand, call.visitor))).await;
-    answer::with_header(json_reply(&Value::from(rows)), REPO_COMMIT, &repository.commit)
+    Ok(answer::with_header(json_reply(&Value::from(rows)), REPO_COMMIT, &repository.commit))
 }
 
 /// The paths that a body names, as a form or as JSON, and whether more is asked of each.
@@ -414,11 +405,11 @@ fn asked_paths(body: &[u8]) -> Option<(Vec<String>, bool)> {
 /// Answers a request of a file by a name that may have another commit at the next request: that of a step, or the branch. So that a
 /// client which asks twice gets one commit, the answer tells the address that has it: the branch of a run `leads_on` to it, and otherwise
 /// clients of the Hub take it from the header.
-async fn of_moving(repository: &ServedRepository, names: &[String], leads_on: bool, call: &HubCall<'_>) -> Reply {
+async fn of_moving(repository: &ServedRepository, names: &[String], leads_on: bool, call: &HubCall<'_>) -> Answered {
     let method = if leads_on { &Method::HEAD } else { call.method };
-    let reply = of_file(repository, names, method, call).await;
+    let reply = of_file(repository, names, method, call).await?;
     if !reply.status().is_success() {
-        return reply;
+        return Ok(reply);
     }
     let ServedRepository { id, commit, .. } = repository;
     let query = if call.query.is_empty() { String::new() } else { format!("?{}", call.query) };
@@ -429,16 +420,14 @@ async fn of_moving(repository: &ServedRepository, names: &[String], leads_on: bo
         *reply.status_mut() = StatusCode::TEMPORARY_REDIRECT;
         reply.headers_mut().insert(CONTENT_LENGTH, 0.into());
     }
-    reply
+    Ok(reply)
 }
 
-async fn of_file(repository: &ServedRepository, names: &[String], method: &Method, call: &HubCall<'_>) -> Reply {
-    let path = names.join("/");
-    let node = match repository.tree.find(call.visitor, &repository.root, names) {
-        Ok(node) if node.attr.kind == NodeKind::File => node,
-        Ok(_) => return no_entry(repository, &path, NoNode::Absent),
-        Err(reason) => return no_entry(repository, &path, reason),
-    };
+async fn of_file(repository: &ServedRepository, names: &[String], method: &Method, call: &HubCall<'_>) -> Answered {
+    let node = repository.tree.find(call.visitor, &repository.root, names);
+    let node = node
+        .and_then(|node| node.of_kind(NodeKind::File))
+        .map_err(|reason| no_entry(repository, &names.join("/"), reason))?;
     let entry = RepositoryEntry { path: repository.path_of(&node), attr: node.attr };
     let tag = format!("\"{}\"", repository.tag(call.visitor, &entry).await);
     // The branch of a run leads to an older file when its newest step is deleted: no time is a condition.
@@ -446,14 +435,14 @@ async fn of_file(repository: &ServedRepository, names: &[String], method: &Metho
     let asked = AskedFile { reads: &repository.tree.reads, node: &node, version };
     let mut headers = call.headers.clone();
     let is_empty_part = node.attr.size_bytes == 0 && headers.remove(RANGE).is_some();
-    let mut reply = file_reply::of_file(asked, method, &headers).await;
+    let mut reply = file_reply::of_file(asked, method, &headers).await.unwrap_or_else(|reply| reply);
     if is_empty_part && reply.status() == StatusCode::OK {
         // Clients ask for the first byte to learn of the size, which they take from here: 416 would be the end for them.
         reply = answer::with_header(reply, CONTENT_RANGE, "bytes */0");
     }
     let reply = answer::with_header(reply, REPO_COMMIT, &repository.commit);
     let reply = answer::with_header(reply, LINKED_SIZE, &node.attr.size_bytes.to_string());
-    answer::with_header(reply, LINKED_ETAG, &tag)
+    Ok(answer::with_header(reply, LINKED_ETAG, &tag))
 }
 
 #[cfg(test)]

@@ -31,9 +31,6 @@ pub(super) fn branch_of(revision: &str) -> &str {
     }
 }
 
-/// Entries of a directory that are listed at once.
-const PART_ENTRIES: usize = 1024;
-
 /// A file or directory of a repository.
 #[derive(Clone, Debug)]
 pub(super) struct RepositoryEntry {
@@ -111,18 +108,13 @@ impl ServedRepository {
         let mut pending: Vec<(String, Ino)> = vec![(self.path_of(below), below.attr.ino)];
         while let Some((above, directory)) = pending.pop() {
             let mut directories = Vec::new();
-            let mut from = Some(0);
-            while let Some(start) = from {
-                let (entries, next) = self.tree.entries(visitor, directory, start, PART_ENTRIES)?;
-                from = next;
-                for entry in entries.into_iter().filter(|entry| entry.kind != NodeKind::Symlink) {
-                    let path = if above.is_empty() { entry.name } else { format!("{above}/{}", entry.name) };
-                    let attr = self.tree.fs.attr(entry.ino)?;
-                    if entry.kind == NodeKind::Directory && visitor.may_list(&attr) {
-                        directories.push((path.clone(), entry.ino));
-                    }
-                    found.push(RepositoryEntry { path, attr });
+            for entry in self.tree.without_links(visitor, directory)? {
+                let path = if above.is_empty() { entry.name } else { format!("{above}/{}", entry.name) };
+                let attr = self.tree.fs.attr(entry.ino)?;
+                if entry.kind == NodeKind::Directory && visitor.may_list(&attr) {
+                    directories.push((path.clone(), entry.ino));
                 }
+                found.push(RepositoryEntry { path, attr });
             }
             if recursive {
                 pending.extend(directories.into_iter().rev());

@@ -56,12 +56,13 @@ impl Router {
             return answer::wrong_method("GET, HEAD");
         }
         if let Some(below) = below {
-            return files::answer(&self.served, visitor, below, method, &parts.headers).await;
+            let answered = files::answer(&self.served, visitor, below, method, &parts.headers).await;
+            return answered.unwrap_or_else(|reply| reply);
         }
         if let Some(asked) = of_hub {
             let query = parts.uri.query().unwrap_or_default();
             let call = HubCall { visitor, method, headers: &parts.headers, query };
-            return hub::answer(&self.served, asked, &call, body).await;
+            return hub::answer(&self.served, asked, &call, body).await.unwrap_or_else(|reply| reply);
         }
         match path {
             "/" => answer::of_text(StatusCode::OK, HTML, self.front_page(visitor).await),

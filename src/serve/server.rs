@@ -130,7 +130,7 @@ impl RequestRouter {
         };
         match self {
             Self::Http(router) => router.answer(request, &caller).await,
-            Self::S3(router) => router.answer(request, &caller).await,
+            Self::S3(router) => router.answer(request, &caller).await.unwrap_or_else(|reply| reply),
         }
     }
 

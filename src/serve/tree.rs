@@ -37,6 +37,13 @@ pub(super) struct FoundNode {
     pub(super) attr: Attr,
 }
 
+impl FoundNode {
+    /// The node, if it is of a kind: there is no other of its name.
+    pub(super) fn of_kind(self, kind: NodeKind) -> Result<Self, NoNode> {
+        if self.attr.kind == kind { Ok(self) } else { Err(NoNode::Absent) }
+    }
+}
+
 /// An entry of a directory.
 #[derive(Clone, Debug)]
 pub(super) struct ServedEntry {
@@ -191,7 +198,7 @@ impl ServedTree {
                 has_more = true;
                 return ControlFlow::Break(());
             }
-            next += 1;
+            next = entry.next.unwrap_or(next + 1);
             if visitor == Visitor::Trusted || entry.name != OWN.as_bytes() {
                 let name = String::from_utf8_lossy(entry.name).into_owned();
                 entries.push(ServedEntry { name, ino: entry.ino, kind: entry.kind });
@@ -199,6 +206,19 @@ impl ServedTree {
             ControlFlow::Continue(())
         })?;
         Ok((entries, has_more.then_some(next)))
+    }
+
+    /// All entries of a directory but symbolic links.
+    ///
+    /// # Errors
+    /// [`NoNode`].
+    pub(super) fn without_links(
+        &self,
+        visitor: Visitor,
+        directory: Ino,
+    ) -> Result<impl Iterator<Item = ServedEntry>, NoNode> {
+        let (entries, _) = self.entries(visitor, directory, 0, usize::MAX)?;
+        Ok(entries.into_iter().filter(|entry| entry.kind != NodeKind::Symlink))
     }
 
     /// The version of a file; none of a file whose content changes. Waits for no storage, unless the tree is of all steps.

@@ -15,9 +15,6 @@ use super::super::{
     tree::{NoNode, ServedTree},
 };
 
-/// Entries of a directory that are read at once.
-const PART_ENTRIES: usize = 4096;
-
 /// Directories with more entries stay in order in memory, for the next page.
 const REMEMBERED_ENTRIES_MIN: usize = 1000;
 
@@ -54,16 +51,11 @@ impl SortedDirectories {
             return Ok(Arc::clone(entries));
         }
         let mut found = Vec::new();
-        let mut from = Some(0);
-        while let Some(start) = from {
-            let (entries, next) = tree.entries(visitor, directory, start, PART_ENTRIES)?;
-            from = next;
-            // A link leads to files that have keys of their own; an object is found by it nevertheless.
-            for entry in entries.into_iter().filter(|entry| entry.kind != NodeKind::Symlink) {
-                let is_directory = entry.kind == NodeKind::Directory;
-                let part = if is_directory { format!("{}/", entry.name) } else { entry.name };
-                found.push(KeyEntry { part, ino: entry.ino, is_directory });
-            }
+        // A link leads to files that have keys of their own; an object is found by it nevertheless.
+        for entry in tree.without_links(visitor, directory)? {
+            let is_directory = entry.kind == NodeKind::Directory;
+            let part = if is_directory { format!("{}/", entry.name) } else { entry.name };
+            found.push(KeyEntry { part, ino: entry.ino, is_directory });
         }
         found.sort_by(|left, right| left.part.cmp(&right.part));
         let found: Arc<[KeyEntry]> = found.into();
@@ -271,14 +263,17 @@ mod tests {
         fn read_dir(
             &self,
             dir: Ino,
-            _: u64,
+            from: u64,
             each: &mut dyn FnMut(DirEntry<'_>) -> ControlFlow<()>,
         ) -> Result<(), FsError> {
             let steps = [("1", Ino(2), NodeKind::Directory), ("9", Ino(3), NodeKind::Directory)];
             let file = [("file", Ino(dir.0 + 10), NodeKind::File)];
             let entries: &[_] = if dir == Ino::ROOT { &steps } else { &file };
-            for (name, ino, kind) in entries {
-                let _ = each(DirEntry { name: name.as_bytes(), ino: *ino, kind: *kind, next: None });
+            // Numbers of entries that have gone are not used again.
+            for (number, (name, ino, kind)) in (0..).step_by(7).zip(entries).filter(|(number, _)| *number >= from) {
+                if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: *kind, next: Some(number + 1) }).is_break() {
+                    break;
+                }
             }
             Ok(())
         }
@@ -342,6 +337,19 @@ mod tests {
         ) -> Option<(super::super::super::tree::TreeDigest, ckfs_service::steps::HeldStep)> {
             None
         }
+    }
+
+    #[test]
+    fn a_directory_with_gaps_in_parts_has_each_entry_once() {
+        let reads = ServedReads::new(Arc::new(Steps { gone: Ino(99), metrics: Metrics::default() }), 1).unwrap();
+        let tree = ServedTree::new(&Arc::new(reads), TreeVersion::Run(Arc::new(NoDigests)));
+        let (mut names, mut from) = (Vec::new(), Some(0));
+        while let Some(start) = from {
+            let (entries, next) = tree.entries(Visitor::Trusted, Ino::ROOT, start, 1).unwrap();
+            names.extend(entries.into_iter().map(|entry| entry.name));
+            from = next;
+        }
+        assert_eq!(names, ["1", "9"]);
     }
 
     #[test]

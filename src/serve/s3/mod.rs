@@ -28,7 +28,7 @@ use http::{
 use hyper::body::Incoming;
 
 use super::{
-    answer::{self, Reply},
+    answer::{self, Answered, Reply},
     file_reply::{self, AskedFile},
     gate::{Gate, NoEntry, Visitor},
     host::Caller,
@@ -69,36 +69,32 @@ impl BucketRouter {
     }
 
     /// Answers a request.
-    pub(super) async fn answer(&self, request: Request<Incoming>, caller: &Caller) -> Reply {
+    pub(super) async fn answer(&self, request: Request<Incoming>, caller: &Caller) -> Answered {
         let (parts, _) = request.into_parts();
         let (method, path) = (&parts.method, parts.uri.path());
         let query = Parameters::of(parts.uri.query().unwrap_or_default());
-        let visitor = match self.visitor(&parts, &query, caller) {
-            Ok(visitor) => visitor,
-            Err(reply) => return reply,
-        };
+        let visitor = self.visitor(&parts, &query, caller)?;
         if method != Method::GET && method != Method::HEAD {
             let text = "the bucket is read-only: GET and HEAD";
-            return xml::error(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", text, path);
+            return Err(xml::error(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", text, path));
         }
-        let Ok(mut names) = path::names(path) else {
-            return xml::error(StatusCode::BAD_REQUEST, "InvalidURI", "expected a path without . and ..", path);
-        };
+        let malformed = |_| xml::error(StatusCode::BAD_REQUEST, "InvalidURI", "expected a path without . and ..", path);
+        let mut names = path::names(path).map_err(malformed)?;
         if caller.host.as_deref() == Some(BUCKET_HOST) && names.first().is_none_or(|first| first != BUCKET) {
             names.insert(0, BUCKET.to_owned());
         }
         match names.split_first() {
             None => {
                 let root = self.served.fs().attr(Ino::ROOT);
-                xml::buckets(root.map_or(SystemTime::UNIX_EPOCH, |attr| attr.modified))
+                Ok(xml::buckets(root.map_or(SystemTime::UNIX_EPOCH, |attr| attr.modified)))
             }
             Some((bucket, _)) if bucket != BUCKET => {
                 let text = format!("there is one bucket: {BUCKET}");
-                xml::error(StatusCode::NOT_FOUND, "NoSuchBucket", &text, path)
+                Err(xml::error(StatusCode::NOT_FOUND, "NoSuchBucket", &text, path))
             }
             Some((_, [])) => self.of_bucket(visitor, method, &query, path).await,
             // A key that ends with a slash is another one, and there is none.
-            Some((_, key)) if path.ends_with('/') => no_key(&key.join("/")),
+            Some((_, key)) if path.ends_with('/') => Err(no_key(&key.join("/"))),
             Some((_, key)) => self.of_object(visitor, key, method, &query, &parts.headers).await,
         }
     }
@@ -139,13 +135,13 @@ impl BucketRouter {
         Err(denied(code, text))
     }
 
-    async fn of_bucket(&self, visitor: Visitor, method: &Method, query: &Parameters, path: &str) -> Reply {
+    async fn of_bucket(&self, visitor: Visitor, method: &Method, query: &Parameters, path: &str) -> Answered {
         let value = |name: &str| query.value(name);
         if method == Method::HEAD {
-            return answer::with_header(answer::empty(StatusCode::OK), BUCKET_REGION, REGION);
+            return Ok(answer::with_header(answer::empty(StatusCode::OK), BUCKET_REGION, REGION));
         }
         if let Some(reply) = sub_resource::of_bucket(query, path) {
-            return reply;
+            return Ok(reply);
         }
         let argument = |text: &str| xml::error(StatusCode::BAD_REQUEST, "InvalidArgument", text, path);
         let text = |name: &str| value(name).unwrap_or_default().to_owned();
@@ -157,23 +153,21 @@ impl BucketRouter {
                 start_after: value("start-after").map(str::to_owned),
                 has_owner: value("fetch-owner") == Some("true"),
             },
-            (None, Some(_)) => return argument("list-type: expected 2"),
+            (None, Some(_)) => return Err(argument("list-type: expected 2")),
         };
         let delimited = match value("delimiter") {
             None | Some("") => false,
             Some("/") => true,
             Some(_) => {
                 let text = "the delimiter of paths is /";
-                return xml::error(StatusCode::NOT_IMPLEMENTED, "NotImplemented", text, path);
+                return Err(xml::error(StatusCode::NOT_IMPLEMENTED, "NotImplemented", text, path));
             }
         };
-        let Ok(max) = value("max-keys").map_or(Ok(KEYS_MAX), str::parse::<usize>) else {
-            return argument("max-keys: expected a number");
-        };
+        let max = value("max-keys").map_or(Ok(KEYS_MAX), str::parse::<usize>);
+        let max = max.map_err(|_| argument("max-keys: expected a number"))?;
         let prefix = text("prefix");
-        let Some(start) = paging.start(&prefix, delimited) else {
-            return argument("continuation-token: expected that of a list");
-        };
+        let start = paging.start(&prefix, delimited);
+        let start = start.ok_or_else(|| argument("continuation-token: expected that of a list"))?;
         let encoded = value("encoding-type") == Some("url");
         let shown = xml::ShownList { prefix, delimited, max, encoded, paging };
         let sorted = Arc::clone(&self.sorted);
@@ -186,7 +180,7 @@ impl BucketRouter {
                 run.elsewhere(work).await.unwrap_or(Err(NoNode::Failed))
             }
         };
-        listed.unwrap_or_else(|reason| {
+        listed.map_err(|reason| {
             if reason == NoNode::Denied {
                 return xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, path);
             }
@@ -202,7 +196,7 @@ impl BucketRouter {
         method: &Method,
         query: &Parameters,
         headers: &http::HeaderMap,
-    ) -> Reply {
+    ) -> Answered {
         let key = names.join("/");
         let failed = |text: &str| xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, &key);
         let no_node = |reason: NoNode| match reason {
@@ -216,30 +210,23 @@ impl BucketRouter {
             Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
             Ok(ServedPlace::Text(text)) => {
                 let bytes = Bytes::from(text);
-                return match sub_resource::of_object(query, headers, &key) {
-                    Ok(ObjectQuestion::Attributes(asked)) => {
+                return Ok(match sub_resource::of_object(query, headers, &key)? {
+                    ObjectQuestion::Attributes(asked) => {
                         xml::attributes(&asked, &FileVersion::of_bytes(&bytes), bytes.len() as u64)
                     }
-                    Ok(asked) => object_reply(file_reply::of_bytes(&key, &bytes, method, headers), &asked, &key),
-                    Err(reply) => reply,
-                };
+                    asked => object_reply(file_reply::of_bytes(&key, &bytes, method, headers), &asked, &key),
+                });
             }
-            Err(NoPlace::Node(reason)) => return no_node(reason),
-            Err(NoPlace::Failed(cause)) => return failed(&cause),
+            Err(NoPlace::Node(reason)) => return Err(no_node(reason)),
+            Err(NoPlace::Failed(cause)) => return Err(failed(&cause)),
         };
-        let node = match tree.find(visitor, &tree.root, &rest) {
-            Ok(node) if node.attr.kind == NodeKind::File => node,
-            Ok(_) => return no_key(&key),
-            Err(reason) => return no_node(reason),
-        };
-        let question = match sub_resource::of_object(query, headers, &key) {
-            Ok(ObjectQuestion::Attributes(asked)) => {
-                let version = tree.version_now(&node);
-                return version.map_or_else(no_node, |version| xml::attributes(&asked, &version, node.attr.size_bytes));
-            }
-            Ok(question) => question,
-            Err(reply) => return reply,
-        };
+        let node = tree.find(visitor, &tree.root, &rest).and_then(|node| node.of_kind(NodeKind::File));
+        let node = node.map_err(no_node)?;
+        let question = sub_resource::of_object(query, headers, &key)?;
+        if let ObjectQuestion::Attributes(asked) = &question {
+            let version = tree.version_now(&node).map_err(no_node)?;
+            return Ok(xml::attributes(asked, &version, node.attr.size_bytes));
+        }
         let mut version = tree.version(&node);
         if let (TreeVersion::Step { held, .. }, Some((LATEST, below))) = (&tree.version, key.split_once('/'))
             && let Some(version) = &mut version
@@ -249,18 +236,19 @@ impl BucketRouter {
                 let text = format!(
                     "{key} leads to another step when one comes, and parts of two would not fit: ask for {number}/{below}, or send If-Match: {etag}"
                 );
-                return xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", &text, &key);
+                return Err(xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", &text, &key));
             }
             // It leads to an older step when the newest is deleted.
             version.since = None;
         }
         let asked = AskedFile { reads: &tree.reads, node: &node, version };
-        object_reply(file_reply::of_file(asked, method, headers).await, &question, &key)
+        Ok(object_reply(file_reply::of_file(asked, method, headers).await, &question, &key))
     }
 }
 
 /// The reply with a file as S3 gives it.
-fn object_reply(mut reply: Reply, question: &ObjectQuestion, key: &str) -> Reply {
+fn object_reply(answered: Answered, question: &ObjectQuestion, key: &str) -> Reply {
+    let mut reply = answered.unwrap_or_else(|reply| reply);
     let (code, text) = match reply.status() {
         StatusCode::RANGE_NOT_SATISFIABLE => ("InvalidRange", "no such bytes"),
         StatusCode::PRECONDITION_FAILED => ("PreconditionFailed", "the object has another entity tag, or is newer"),
