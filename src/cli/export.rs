@@ -17,6 +17,7 @@ use std::{
 use anyhow::{Context, anyhow, bail};
 use ckfs_config::Config;
 use ckfs_fuse::ckfs_mounts;
+use ckfs_host::if_there;
 use ckfs_plan::report::human_bytes;
 use ckfs_service::identity::{self, IdentityScope};
 #[cfg(feature = "stores")]
@@ -445,7 +446,7 @@ fn kept_and_missing(
 ) -> anyhow::Result<(Vec<tree::PathNode>, Vec<tree::PathNode>)> {
     let (mut kept, mut missing) = (Vec::new(), Vec::new());
     for node in nodes {
-        let is_kept = journal.has(&directory.join(&node.path), digest) && has_stamp(volume, node)?;
+        let is_kept = journal.done.has(&directory.join(&node.path), digest) && has_stamp(volume, node)?;
         if is_kept { &mut kept } else { &mut missing }.push(node.clone());
     }
     Ok((kept, missing))
@@ -530,10 +531,7 @@ fn write_node(
     let partial = partial_path(volume, node, directory).with_context(context)?;
     if node.attr.kind == NodeKind::Symlink {
         let link = volume.read_link(node.attr.ino).with_context(context)?;
-        match fs::remove_file(&partial) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error).with_context(context),
-            Ok(()) | Err(_) => {}
-        }
+        if_there(fs::remove_file(&partial)).with_context(context)?;
         symlink(std::ffi::OsString::from_vec(link), &partial).with_context(context)?;
     } else {
         let result = write_file(volume, node, &partial, bar);

@@ -1,13 +1,10 @@
 //! The messages of the Container Storage Interface, version 1, as far as Identity and Node need them. Fields have the numbers of
-//! `csi.proto`; what is never looked at is left out.
+//! `csi.proto`; what is never looked at is left out. `()` is a message of
+//! which no field matters, and `bool` is `google.protobuf.BoolValue`.
 
 use std::collections::HashMap;
 
 use prost::Message;
-
-/// A message without fields, or of which no field matters.
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct Empty {}
 
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct PluginInfo {
@@ -17,26 +14,19 @@ pub(crate) struct PluginInfo {
     pub(crate) vendor_version: String,
 }
 
-/// `google.protobuf.BoolValue`.
-#[derive(Clone, PartialEq, Message)]
-pub(crate) struct Flag {
-    #[prost(bool, tag = "1")]
-    pub(crate) value: bool,
-}
-
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct Probed {
     #[prost(message, optional, tag = "1")]
-    pub(crate) ready: Option<Flag>,
+    pub(crate) ready: Option<bool>,
 }
 
 /// How a volume is to be used. A block device is refused; of a mount nothing matters, as all are read-only.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct VolumeCapability {
     #[prost(message, optional, tag = "1")]
-    pub(crate) block: Option<Empty>,
+    pub(crate) block: Option<()>,
     #[prost(message, optional, tag = "2")]
-    pub(crate) mount: Option<Empty>,
+    pub(crate) mount: Option<()>,
 }
 
 /// Never shown: it has secrets.

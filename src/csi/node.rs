@@ -9,6 +9,7 @@ use std::{
 };
 
 use ckfs_config::Config;
+use ckfs_host::if_there;
 use nix::sys::statvfs::statvfs;
 use parking_lot::Mutex;
 use serde_json::Value;
@@ -19,8 +20,7 @@ use crate::{
     CsiOptions,
     daemons::Start,
     messages::{
-        Empty, NodeInfo, PluginInfo, PublishRequest, Stats, StatsRequest, UnpublishRequest, VolumeCondition,
-        VolumeUsage,
+        NodeInfo, PluginInfo, PublishRequest, Stats, StatsRequest, UnpublishRequest, VolumeCondition, VolumeUsage,
     },
     state::{PointHealth, Published, State, bind, detach, health, mount_at},
     volume::WantedVolume,
@@ -77,7 +77,7 @@ impl NodePlugin {
     }
 
     /// Mounts, unless a volume of the same configuration is mounted, and binds that to the target.
-    pub(crate) fn publish(&self, request: &PublishRequest) -> Result<Empty, Status> {
+    pub(crate) fn publish(&self, request: &PublishRequest) -> Result<(), Status> {
         let volume = given("volume id", &request.volume_id)?.to_owned();
         target("target path", &request.target_path)?;
         match &request.volume_capability {
@@ -114,7 +114,7 @@ impl NodePlugin {
             let removed = self.state.remove(&target).and_then(|()| self.state.tear_down(&key));
             removed.unwrap_or_else(|error| warn!("{}: {error}", target.display()));
         })?;
-        Ok(Empty {})
+        Ok(())
     }
 
     fn tear_down(&self, key: &str) {
@@ -151,22 +151,19 @@ impl NodePlugin {
     }
 
     /// Takes a volume away, and its daemon if no other has it.
-    pub(crate) fn unpublish(&self, request: &UnpublishRequest) -> Result<Empty, Status> {
+    pub(crate) fn unpublish(&self, request: &UnpublishRequest) -> Result<(), Status> {
         given("volume id", &request.volume_id)?;
         let target = target("target path", &request.target_path)?;
         let lock = self.lock(&target);
         let _target = lock.lock();
         detach(&target).map_err(internal(&target))?;
-        match fs::remove_dir(&target) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(internal(&target)(error)),
-            _ => {}
-        }
-        let Some(found) = self.state.find(&target) else { return Ok(Empty {}) };
+        if_there(fs::remove_dir(&target)).map_err(internal(&target))?;
+        let Some(found) = self.state.find(&target) else { return Ok(()) };
         let place = self.state.place(&found.key);
         let lock = self.lock(&place);
         let _daemon = lock.lock();
         self.state.remove(&target).and_then(|()| self.state.tear_down(&found.key)).map_err(internal(&place))?;
-        Ok(Empty {})
+        Ok(())
     }
 
     pub(crate) fn stats(&self, request: &StatsRequest) -> Result<Stats, Status> {

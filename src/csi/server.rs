@@ -1,30 +1,18 @@
 //! The socket of the plugin, and which function answers which call.
 
-use std::{
-    convert::Infallible,
-    fs, io,
-    path::Path,
-    sync::Arc,
-    task::{Context, Poll},
-    thread,
-};
+use std::{convert::Infallible, fs, io, path::Path, sync::Arc, thread};
 
 use prost::Message;
 use tokio::sync::oneshot;
-use tonic::{
-    Request, Response, Status,
-    body::Body,
-    codegen::{BoxFuture, Service, http},
-    server::Grpc,
-    transport::Server,
-};
+use tonic::{Request, Response, Status, body::Body, codegen::http, server::Grpc, transport::Server};
 use tonic_prost::ProstCodec;
+use tower::service_fn;
 use tracing::{info, warn};
 
 use crate::{
     CsiOptions,
     daemons::wait_for_end,
-    messages::{Capabilities, Capability, Empty, Flag, Probed, Rpc},
+    messages::{Capabilities, Capability, Probed, Rpc},
     node::NodePlugin,
     state::listen,
 };
@@ -32,37 +20,19 @@ use crate::{
 type Reply = http::Response<Body>;
 
 /// The services of the plugin.
-#[derive(Clone)]
-struct Plugin(Arc<NodePlugin>);
-
-impl Service<http::Request<Body>> for Plugin {
-    type Response = Reply;
-    type Error = Infallible;
-    type Future = BoxFuture<Reply, Infallible>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        let node = Arc::clone(&self.0);
-        let call = request.uri().path().strip_prefix("/csi.v1.").unwrap_or_default().to_owned();
-        Box::pin(async move {
-            Ok(match call.as_str() {
-                "Identity/GetPluginInfo" => answer(request, node, |node, _: &Empty| Ok(node.plugin_info())).await,
-                "Identity/GetPluginCapabilities" => answer(request, node, |_, _: &Empty| Ok(Empty {})).await,
-                "Identity/Probe" => {
-                    answer(request, node, |_, _: &Empty| Ok(Probed { ready: Some(Flag { value: true }) })).await
-                }
-                "Node/NodeGetInfo" => answer(request, node, |node, _: &Empty| Ok(node.info())).await,
-                "Node/NodeGetCapabilities" => answer(request, node, |_, _: &Empty| Ok(capabilities())).await,
-                "Node/NodePublishVolume" => answer(request, node, NodePlugin::publish).await,
-                "Node/NodeUnpublishVolume" => answer(request, node, NodePlugin::unpublish).await,
-                "Node/NodeGetVolumeStats" => answer(request, node, NodePlugin::stats).await,
-                _ => Status::unimplemented(format!("{call}: not a call of this plugin")).into_http(),
-            })
-        })
-    }
+async fn reply(node: Arc<NodePlugin>, request: http::Request<Body>) -> Result<Reply, Infallible> {
+    let call = request.uri().path().strip_prefix("/csi.v1.").unwrap_or_default().to_owned();
+    Ok(match call.as_str() {
+        "Identity/GetPluginInfo" => answer(request, node, |node, (): &()| Ok(node.plugin_info())).await,
+        "Identity/GetPluginCapabilities" => answer(request, node, |_, (): &()| Ok(())).await,
+        "Identity/Probe" => answer(request, node, |_, (): &()| Ok(Probed { ready: Some(true) })).await,
+        "Node/NodeGetInfo" => answer(request, node, |node, (): &()| Ok(node.info())).await,
+        "Node/NodeGetCapabilities" => answer(request, node, |_, (): &()| Ok(capabilities())).await,
+        "Node/NodePublishVolume" => answer(request, node, NodePlugin::publish).await,
+        "Node/NodeUnpublishVolume" => answer(request, node, NodePlugin::unpublish).await,
+        "Node/NodeGetVolumeStats" => answer(request, node, NodePlugin::stats).await,
+        _ => Status::unimplemented(format!("{call}: not a call of this plugin")).into_http(),
+    })
 }
 
 /// Of the node: `GET_VOLUME_STATS` and `VOLUME_CONDITION`.
@@ -70,44 +40,29 @@ fn capabilities() -> Capabilities {
     Capabilities { capabilities: [2, 4].map(|kind| Capability { rpc: Some(Rpc { kind }) }).into() }
 }
 
-type Work<Q, A> = fn(&NodePlugin, &Q) -> Result<A, Status>;
-
-async fn answer<Q, A>(request: http::Request<Body>, node: Arc<NodePlugin>, work: Work<Q, A>) -> Reply
+/// Answers one call. Its work may wait for storage, and has a thread of its own.
+async fn answer<Q, A>(
+    request: http::Request<Body>,
+    node: Arc<NodePlugin>,
+    work: fn(&NodePlugin, &Q) -> Result<A, Status>,
+) -> Reply
 where
     Q: Message + Default + 'static,
     A: Message + 'static,
 {
     let path = request.uri().path().to_owned();
-    Grpc::new(ProstCodec::<A, Q>::default()).unary(Call { node, work, path }, request).await
-}
-
-/// One call. Its work may wait for storage, and has a thread of its own.
-struct Call<Q, A> {
-    node: Arc<NodePlugin>,
-    work: Work<Q, A>,
-    path: String,
-}
-
-impl<Q: Send + 'static, A: Send + 'static> Service<Request<Q>> for Call<Q, A> {
-    type Response = Response<A>;
-    type Error = Status;
-    type Future = BoxFuture<Response<A>, Status>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Status>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, request: Request<Q>) -> Self::Future {
-        let (node, work, path) = (Arc::clone(&self.node), self.work, self.path.clone());
-        Box::pin(async move {
+    let call = service_fn(move |request: Request<Q>| {
+        let (node, path) = (Arc::clone(&node), path.clone());
+        async move {
             let done = tokio::task::spawn_blocking(move || work(&node, request.get_ref())).await;
             let result = done.unwrap_or_else(|error| Err(Status::internal(error.to_string())));
             if let Err(status) = &result {
                 warn!("{path}: {:?}: {}", status.code(), status.message());
             }
             result.map(Response::new)
-        })
-    }
+        }
+    });
+    Grpc::new(ProstCodec::<A, Q>::default()).unary(call, request).await
 }
 
 /// Answers calls until a signal ends this process. Volumes stay as they are. Signals must be blocked. `ready` is called once calls are
@@ -137,8 +92,9 @@ pub fn serve(options: CsiOptions, ready: impl FnOnce()) -> io::Result<()> {
         let incoming = futures_util::stream::poll_fn(move |context| {
             listener.poll_accept(context).map_ok(|(stream, _)| stream).map(Some)
         });
+        let plugin = service_fn(move |request| reply(Arc::clone(&node), request));
         ready();
-        let serving = Server::builder().serve_with_incoming(Plugin(node), incoming);
+        let serving = Server::builder().serve_with_incoming(plugin, incoming);
         tokio::select! {
             result = serving => result.map_err(io::Error::other),
             _ = ended => Ok(()),

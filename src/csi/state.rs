@@ -17,7 +17,7 @@ use std::{
 };
 
 use ckfs_fuse::{MountEntry, UnmountError, UnmountOptions, ckfs_mounts, unmount};
-use ckfs_host::ask_within;
+use ckfs_host::{ask_within, if_there};
 use nix::{
     libc,
     mount::{MntFlags, MsFlags, mount, umount2},
@@ -162,10 +162,7 @@ impl State {
     }
 
     pub(crate) fn remove(&self, target: &Path) -> io::Result<()> {
-        match fs::remove_file(self.file(target)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        if_there(fs::remove_file(self.file(target)))
     }
 
     /// Ends the daemon of a key that no volume has any more, and removes its directory.
@@ -185,10 +182,7 @@ impl State {
                 }
             }
         }
-        match fs::remove_dir_all(&place) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        if_there(fs::remove_dir_all(&place))
     }
 }
 

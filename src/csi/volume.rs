@@ -2,11 +2,11 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    fmt::Write as _,
     path::{Component, Path},
 };
 
 use ckfs_config::{Config, ConfigError, Setting, options};
+use ckfs_source::digest::hexadecimal;
 use sha2::{Digest, Sha256};
 use tonic::Status;
 
@@ -93,11 +93,7 @@ impl WantedVolume {
 
 /// A name of 24 digits.
 pub(crate) fn short_digest(hash: Sha256) -> String {
-    hash.finalize()[..12].iter().fold(String::new(), |mut text, byte| {
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    hexadecimal(&hash.finalize()[..12])
 }
 
 /// The variables of a daemon. A value is in no message.

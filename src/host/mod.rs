@@ -77,6 +77,14 @@ pub fn ask_within<T: Send + 'static>(
     Ok(answered.recv_timeout(limit).ok())
 }
 
+/// What removing something has come to: that it was not there is no failure.
+///
+/// # Errors
+/// Any other.
+pub fn if_there(removed: io::Result<()>) -> io::Result<()> {
+    removed.or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })
+}
+
 /// Writes to standard error; a failure is ignored, since there is nowhere to report it.
 pub fn tell(text: &str) {
     use std::io::Write;

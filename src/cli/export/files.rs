@@ -7,6 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
+use ckfs_host::if_there;
 use ckfs_volume::{Ino, Volume};
 
 use super::super::tree;
@@ -75,10 +76,7 @@ fn create_directory(volume: &Volume, ino: Ino, target: &Path) -> std::io::Result
 /// Makes a file that no more users may read than the mount's file.
 pub(super) fn create_file(volume: &Volume, node: &tree::PathNode, target: &Path) -> std::io::Result<File> {
     // Other users may be able to read a file that an earlier export left.
-    match fs::remove_file(target) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-        Ok(()) | Err(_) => {}
-    }
+    if_there(fs::remove_file(target))?;
     let mode = copy_mode(volume, node.attr.ino, nix::unistd::getegid().as_raw()) | 0o600;
     let file = File::options().write(true).create_new(true).mode(mode).open(target)?;
     if let Some(narrower) = narrow(volume, node.attr.ino, &file.metadata()?) {

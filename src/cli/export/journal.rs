@@ -14,6 +14,7 @@ use std::{
 };
 
 use anyhow::{Context, anyhow};
+use ckfs_host::if_there;
 use ckfs_service::identity;
 use serde_json::{Value, json};
 
@@ -104,7 +105,7 @@ impl CompleteFiles {
 pub(super) struct Journal {
     file: File,
     path: PathBuf,
-    done: CompleteFiles,
+    pub(super) done: CompleteFiles,
 }
 
 /// The files that a journal says are complete.
@@ -201,12 +202,7 @@ pub(super) fn complete(directory: &Path, state: &str) -> bool {
 /// Removes the journals of an export that several tasks have completed.
 pub(super) fn end_of_tasks(directory: &Path, part: ExportTask) -> anyhow::Result<()> {
     for path in part.all().map(|part| path_of(directory, Some(part))) {
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                return Err(error).with_context(|| path.display().to_string());
-            }
-            Ok(()) | Err(_) => {}
-        }
+        if_there(fs::remove_file(&path)).with_context(|| path.display().to_string())?;
     }
     Ok(())
 }
@@ -245,11 +241,6 @@ impl Journal {
             return Err(error);
         }
         Ok(Self { file, path, done: CompleteFiles { directory: directory.to_owned(), stamps } })
-    }
-
-    /// As [`CompleteFiles::has`].
-    pub(super) fn has(&self, path: &Path, digest: &str) -> bool {
-        self.done.has(path, digest)
     }
 
     /// Whether the interrupted export has begun to write to the directory at `path`.
@@ -323,17 +314,17 @@ mod tests {
         fs::rename(at("new"), at("replaced")).unwrap();
 
         let mut journal = Journal::open(directory.path(), None, "a", false).unwrap();
-        let complete = ["same", "edited", "gone", "replaced", "cut"].map(|name| journal.has(&at(name), "view"));
+        let complete = ["same", "edited", "gone", "replaced", "cut"].map(|name| journal.done.has(&at(name), "view"));
         assert_eq!(complete, [true, false, false, false, false]);
-        assert!(!journal.has(&at("same"), "another view"));
+        assert!(!journal.done.has(&at("same"), "another view"));
         journal.note(&at("edited"), "view").unwrap();
         drop(journal);
-        assert!(Journal::open(directory.path(), None, "a", false).unwrap().has(&at("edited"), "view"));
+        assert!(Journal::open(directory.path(), None, "a", false).unwrap().done.has(&at("edited"), "view"));
 
         let other = Journal::open(directory.path(), None, "b", false).unwrap_err().to_string();
         assert!(other.contains("an interrupted export of another view"), "{other}");
         let anew = Journal::open(directory.path(), None, "b", true).unwrap();
-        assert!(!anew.has(&at("same"), "view"));
+        assert!(!anew.done.has(&at("same"), "view"));
         anew.end().unwrap();
         assert_eq!(interrupted(directory.path()), Vec::<PathBuf>::new());
     }

@@ -30,7 +30,7 @@ use std::{
     time::Duration,
 };
 
-use ckfs_host::{hand_over_file, systemd};
+use ckfs_host::{hand_over_file, if_there, systemd};
 use nix::{
     sys::socket::{getsockopt, sockopt::PeerCredentials},
     unistd::geteuid,
@@ -103,10 +103,7 @@ fn socket_of(mountpoint: &Path, make: bool) -> io::Result<(File, PathBuf, PathBu
 /// Listens for the next process of a mount, in place of whoever did before.
 pub(super) fn listen(mountpoint: &Path) -> io::Result<(UnixListener, PathBuf)> {
     let (_directory, short, file) = socket_of(mountpoint, true)?;
-    match fs::remove_file(&file) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    if_there(fs::remove_file(&file))?;
     Ok((UnixListener::bind(short)?, file))
 }
 
