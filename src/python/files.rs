@@ -1,20 +1,13 @@
 //! The files of an opened checkpoint: those that a mount of it would have.
 
-use std::{
-    ops::ControlFlow,
-    sync::{Arc, Mutex, PoisonError, mpsc},
-    thread,
-    time::{Duration, UNIX_EPOCH},
-};
+use std::{ops::ControlFlow, sync::Arc, time::UNIX_EPOCH};
 
 use ckfs_service::Service;
 use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind};
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyBytes};
 
-use super::{failure::ExceptionKind, opened::OpenedCheckpoint};
+use super::{failure::ExceptionKind, opened::OpenedCheckpoint, process};
 
-/// Time between two looks at signals while bytes are read.
-const LOOK: Duration = Duration::from_millis(50);
 /// As the kernel's limit.
 const LINKS_MAX: usize = 40;
 
@@ -104,28 +97,14 @@ pub(super) fn read<'py>(
         return Err(raised(FsError::IsDirectory, path));
     }
     let len = usize::try_from(len.min(size.saturating_sub(offset))).map_err(|_| raised(FsError::Invalid, path))?;
-    let (tell, told) = mpsc::channel();
     let wanted = path.to_owned();
-    let reading = move || drop(tell.send(bytes_of(&service, &wanted, offset, len)));
-    thread::Builder::new()
-        .name("ckfs-file".into())
-        .spawn(reading)
-        .map_err(|error| ExceptionKind::General.with(py, &format!("start a thread: {error}")))?;
-    let told = Mutex::new(told);
-    loop {
-        let answer = py.detach(|| told.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
-        py.check_signals()?;
-        match answer {
-            Ok(Ok(bytes)) => return Ok(PyBytes::new(py, &bytes)),
-            Ok(Err(FsError::Io)) => {
-                let text = format!("{path}: bytes could not be read, or their source has changed");
-                return Err(ExceptionKind::Read.with(py, &text));
-            }
-            Ok(Err(error)) => return Err(raised(error, path)),
-            Err(mpsc::RecvTimeoutError::Timeout) => {}
-            Err(mpsc::RecvTimeoutError::Disconnected) => {
-                return Err(ExceptionKind::Read.with(py, &format!("{path}: the read panicked")));
-            }
+    match process::apart(py, "ckfs-file", move |_| bytes_of(&service, &wanted, offset, len))? {
+        Some(Ok(bytes)) => Ok(PyBytes::new(py, &bytes)),
+        Some(Err(FsError::Io)) => {
+            let text = format!("{path}: bytes could not be read, or their source has changed");
+            Err(ExceptionKind::Read.with(py, &text))
         }
+        Some(Err(error)) => Err(raised(error, path)),
+        None => Err(ExceptionKind::Read.with(py, &format!("{path}: the read panicked"))),
     }
 }

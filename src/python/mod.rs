@@ -13,7 +13,7 @@
 //! | `keyword` | settings from Python's values |
 //! | `warning` | what the opening of a checkpoint warns of |
 //! | `failure` | exceptions |
-//! | `process` | a child of `fork` has none of the threads |
+//! | `process` | threads for what may wait; a child of `fork` has none of them |
 //!
 //! It does not decide: which tensors, which region of a device, which dtype is the plan's or the caller's.
 

@@ -1,13 +1,10 @@
 //! An opened checkpoint.
 
 use std::{
-    any::Any,
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
     str::FromStr,
-    sync::{Arc, Mutex, PoisonError, mpsc},
-    thread,
-    time::Duration,
+    sync::{Arc, mpsc},
 };
 
 use ckfs_config::{Config, Settings, THREADS_MAX, nearest};
@@ -27,9 +24,6 @@ use super::{
     loading::{self, AxisSelection, LoadJob},
     process, warning,
 };
-
-/// Time between two looks at signals while a checkpoint is opened.
-const LOOK: Duration = Duration::from_millis(50);
 
 /// Why a checkpoint is not opened.
 enum Refusal {
@@ -90,30 +84,9 @@ pub(super) fn open(
 ) -> PyResult<(OpenedCheckpoint, Vec<String>)> {
     process::claim(py)?;
     let settings = keyword::parsed(settings)?;
-    let (tell, told) = mpsc::channel();
-    // A thread that waits for storage cannot be interrupted. It is left to wait if the user interrupts this one.
-    let opening = thread::Builder::new().name("ckfs-open".into()).spawn(move || {
-        let opened = catch_unwind(AssertUnwindSafe(|| open_service(source, &settings, &tell)));
-        let opened = opened.unwrap_or_else(|panic: Box<dyn Any + Send>| {
-            drop(panic);
-            Err(Refusal::Panicked)
-        });
-        drop(tell.send(opened));
-    });
-    opening.map_err(|error| ExceptionKind::General.with(py, &format!("start a thread: {error}")))?;
-    let told = Mutex::new(told);
-    loop {
-        let opened = py.detach(|| told.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
-        py.check_signals()?;
-        match opened {
-            Ok(opened) => {
-                let (service, warnings) = opened.map_err(|refusal| refusal.raised(py))?;
-                return Ok((OpenedCheckpoint { service: Some(Arc::new(service)) }, warnings));
-            }
-            Err(mpsc::RecvTimeoutError::Timeout) => {}
-            Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Refusal::Panicked.raised(py)),
-        }
-    }
+    let opened = process::apart(py, "ckfs-open", move |tell| open_service(source, &settings, tell))?;
+    let (service, warnings) = opened.unwrap_or(Err(Refusal::Panicked)).map_err(|refusal| refusal.raised(py))?;
+    Ok((OpenedCheckpoint { service: Some(Arc::new(service)) }, warnings))
 }
 
 /// A number of Python's, where numbers have any size, if this program's type has it.

@@ -1,8 +1,15 @@
-//! Threads of this module do not exist in a child of `fork`: a call there would wait for them forever.
+//! Threads of this module: what may wait for storage is left to one. They do not exist in a child of `fork`: a call there would wait for
+//! them forever.
 
 use std::{
     process,
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU32, Ordering},
+        mpsc,
+    },
+    thread,
+    time::Duration,
 };
 
 use pyo3::prelude::*;
@@ -45,4 +52,32 @@ fn refusal(py: Python<'_>, owner: u32) -> PyErr {
          open checkpoints after the fork only, or start the child by \"spawn\" or \"forkserver\" (multiprocessing.get_context)"
     );
     ExceptionKind::Fork.with(py, &text)
+}
+
+/// Time between two looks at signals.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What `work` makes, or what it or others send before; `None` if it panicked. A thread that waits for storage cannot be interrupted: it is
+/// left to wait if the user interrupts this one.
+///
+/// # Errors
+/// The system starts no thread; what a signal's handler raises.
+pub(super) fn apart<T: Send + 'static>(
+    py: Python<'_>,
+    name: &str,
+    work: impl FnOnce(&mpsc::Sender<T>) -> T + Send + 'static,
+) -> PyResult<Option<T>> {
+    let (tell, told) = mpsc::channel();
+    let started = thread::Builder::new().name(name.to_owned()).spawn(move || drop(tell.send(work(&tell))));
+    started.map_err(|error| ExceptionKind::General.with(py, &format!("start a thread: {error}")))?;
+    let told = Mutex::new(told);
+    loop {
+        let made = py.detach(|| told.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
+        py.check_signals()?;
+        match made {
+            Ok(made) => return Ok(Some(made)),
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+            Err(mpsc::RecvTimeoutError::Disconnected) => return Ok(None),
+        }
+    }
 }
