@@ -5,7 +5,10 @@ use http::{
     header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, SERVER, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS},
 };
 
-use super::{body::ReplyBody, gate::NoEntry, host::Caller};
+use super::{
+    body::ReplyBody,
+    gate::{Caller, NoEntry},
+};
 
 /// A reply.
 pub(super) type Reply = Response<ReplyBody>;

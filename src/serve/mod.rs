@@ -11,7 +11,7 @@
 //! | --- | --- |
 //! | `server`, `connections`, `socket` | [`Door`]: listening, the life of connections, their bounds, draining |
 //! | `supervisor` | signals and the end |
-//! | `options`, `gate`, `host` | [`ServeOptions`]: addresses, names, token; who asks, by which name, and may see what |
+//! | `options`, `gate` | [`ServeOptions`]: addresses, names, token; who asks, by which name, and may see what |
 //! | `router`, `answer`, `path` | which request is answered by what; replies; paths of requests |
 //! | `files`, `listing` | `/files/`: files and directories |
 //! | `hub`, `repositories` | repositories as clients of the Hub read them; commits and entity tags are those of [`ckfs_service::identity`] |
@@ -32,7 +32,6 @@ mod connections;
 mod file_reply;
 mod files;
 mod gate;
-mod host;
 mod hub;
 mod listing;
 mod options;

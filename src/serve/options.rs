@@ -27,7 +27,7 @@ pub struct OptionsError(String);
 
 /// A secret that requests must have. Never printed.
 #[derive(Clone, PartialEq, Eq)]
-pub struct AccessToken(String);
+pub struct AccessToken(pub(super) String);
 
 impl fmt::Debug for AccessToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -39,11 +39,6 @@ impl AccessToken {
     /// A token.
     pub fn new(text: &str) -> Self {
         Self(text.to_owned())
-    }
-
-    /// The text, for signatures that it makes.
-    pub(super) fn secret(&self) -> &str {
-        &self.0
     }
 
     /// Whether a text is the token. The time does not depend on where they differ.

@@ -7,10 +7,10 @@ use hyper::body::Incoming;
 use super::{
     answer::{self, HTML, Reply, TEXT},
     files,
-    gate::{Gate, Visitor},
-    host::Caller,
+    gate::{Caller, Visitor},
     hub::{self, HubCall, HubRequest},
     listing::escaped,
+    options::ServeOptions,
     path,
     served::ServedSource,
 };
@@ -23,7 +23,7 @@ const FILES: &str = "/files";
 
 /// What is served.
 pub(super) struct Router {
-    pub(super) gate: Gate,
+    pub(super) options: ServeOptions,
     pub(super) served: ServedSource,
 }
 
@@ -33,7 +33,7 @@ impl Router {
         let (parts, body) = request.into_parts();
         let (method, path) = (&parts.method, parts.uri.path());
         // Probes of orchestrators have no token.
-        let admitted = self.gate.admit(&parts.headers, caller);
+        let admitted = self.options.admit(&parts.headers, caller);
         let is_read = method == Method::GET || method == Method::HEAD;
         match path {
             "/healthz" if is_read => return answer::of_text(StatusCode::OK, TEXT, "alive\n"),

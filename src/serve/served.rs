@@ -93,7 +93,7 @@ impl ServedSource {
     pub(super) fn label(&self) -> &str {
         match self {
             Self::Checkpoint(served) => served.volume.engine().checkpoint().label(),
-            Self::Run(run) => run.run().label(),
+            Self::Run(run) => run.run.label(),
         }
     }
 
@@ -111,7 +111,7 @@ impl ServedSource {
         if first == OWN && visitor == Visitor::Trusted {
             let [name] = rest else { return in_root() };
             let name = name.clone();
-            let text = run.aside(move |run| run.run().own_file(&name)).await?;
+            let text = run.aside(move |run| run.run.own_file(&name)).await?;
             return text.map(ServedPlace::Text).ok_or(NoPlace::Node(NoNode::Absent));
         }
         // Links of the root are followed here: what one leads to may change until the next lookup.
@@ -136,7 +136,7 @@ impl ServedSource {
     pub(super) async fn problems(&self) -> Vec<OpenProblem> {
         match self {
             Self::Checkpoint(served) => served.volume.open_problems().into_iter().map(OpenProblem::from).collect(),
-            Self::Run(run) => run.aside(|run| run.run().open_problems()).await.unwrap_or_else(|error| {
+            Self::Run(run) => run.aside(|run| run.run.open_problems()).await.unwrap_or_else(|error| {
                 let (kind, file) = ("error in ckfs".to_owned(), String::new());
                 vec![OpenProblem { kind, file, cause: error.to_string() }]
             }),
@@ -147,7 +147,7 @@ impl ServedSource {
     pub(super) async fn metrics_text(&self) -> Result<String, NoStep> {
         match self {
             Self::Checkpoint(served) => Ok(served.volume.metrics_text()),
-            Self::Run(run) => run.aside(|run| run.run().metrics_text()).await,
+            Self::Run(run) => run.aside(|run| run.run.metrics_text()).await,
         }
     }
 
@@ -218,7 +218,7 @@ impl ServedSource {
             Self::Run(run) => run,
         };
         let steps = run.branches(visitor, id).await?;
-        let newest = steps.last().filter(|(number, _)| Some(*number) == run.run().latest());
+        let newest = steps.last().filter(|(number, _)| Some(*number) == run.run.latest());
         let newest = newest.map(|(_, found)| (BRANCH.to_owned(), found.clone()));
         let steps = steps.into_iter().map(|(number, found)| (number.to_string(), found));
         Ok(newest.into_iter().chain(steps).collect())

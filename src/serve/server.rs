@@ -30,8 +30,7 @@ use tokio::{net::TcpStream, sync::watch, time::timeout};
 use super::{
     answer::{self, Reply},
     connections::{ConnectionPlace, Connections},
-    gate::Gate,
-    host::Caller,
+    gate::Caller,
     options::ServeOptions,
     reads::ServedReads,
     router::Router,
@@ -186,9 +185,9 @@ impl Door {
             .map_err(system("start threads"))?;
         let connections = Arc::new(Connections::new(connections_max()));
         let (phase, phases) = watch::channel(Phase::Serving);
-        let router = Router { gate: Gate::new(&self.options), served: served.clone() };
+        let router = Router { options: self.options.clone(), served: served.clone() };
         let buckets = self.s3.map(|listening| {
-            let router = BucketRouter::new(Gate::new(&self.options), served.clone());
+            let router = BucketRouter::new(self.options.clone(), served.clone());
             (listening, RequestRouter::S3(router))
         });
         for (listening, router) in [(self.http, RequestRouter::Http(router))].into_iter().chain(buckets) {

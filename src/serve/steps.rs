@@ -70,7 +70,7 @@ struct RunView {
 
 /// A run that is served.
 pub(super) struct ServedRun {
-    run: Arc<Run>,
+    pub(super) run: Arc<Run>,
     pub(super) reads: Arc<ServedReads>,
     views: Vec<RunView>,
     known: Mutex<LruCache<u64, Arc<KnownStep>>>,
@@ -98,11 +98,6 @@ impl ServedRun {
             looking: Semaphore::new(LOOKING_MAX),
             opening: Mutex::default(),
         }
-    }
-
-    /// The run.
-    pub(super) const fn run(&self) -> &Arc<Run> {
-        &self.run
     }
 
     /// The names of the repositories.

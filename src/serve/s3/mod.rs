@@ -12,7 +12,6 @@
 //! Signatures count only where there is a token: the key is then `ckfs`, and its secret the token.
 
 mod keys;
-mod parameters;
 mod signature;
 mod sub_resource;
 mod xml;
@@ -30,16 +29,15 @@ use hyper::body::Incoming;
 use super::{
     answer::{self, Answered, Reply},
     file_reply::{self, AskedFile},
-    gate::{Gate, NoEntry, Visitor},
-    host::Caller,
+    gate::{Caller, NoEntry, Visitor},
+    options::ServeOptions,
     path,
     served::{NoPlace, ServedPlace, ServedSource},
     steps::{LATEST, ServedRun},
     tree::{FileVersion, NoNode, ServedTree, TreeVersion},
 };
 use keys::{KeyLister, ListStart, SortedDirectories};
-use parameters::Parameters;
-use signature::{BUCKET, BadSignature, SignedRequest};
+use signature::{BUCKET, BadSignature, Parameters, SignedRequest};
 use sub_resource::ObjectQuestion;
 use xml::ListPaging;
 
@@ -55,7 +53,7 @@ const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region")
 
 /// Answers the requests of S3.
 pub(super) struct BucketRouter {
-    pub(super) gate: Gate,
+    options: ServeOptions,
     pub(super) served: ServedSource,
     sorted: Arc<SortedDirectories>,
 }
@@ -64,8 +62,8 @@ pub(super) struct BucketRouter {
 const BUCKET_HOST: &str = "ckfs.localhost";
 
 impl BucketRouter {
-    pub(super) fn new(gate: Gate, served: ServedSource) -> Self {
-        Self { gate, served, sorted: Arc::default() }
+    pub(super) fn new(options: ServeOptions, served: ServedSource) -> Self {
+        Self { options, served, sorted: Arc::default() }
     }
 
     /// Answers a request.
@@ -102,17 +100,17 @@ impl BucketRouter {
     /// Who asks.
     fn visitor(&self, parts: &http::request::Parts, query: &Parameters, caller: &Caller) -> Result<Visitor, Reply> {
         let denied = |code: &str, text: &str| xml::error(StatusCode::FORBIDDEN, code, text, parts.uri.path());
-        let Some(token) = self.gate.token() else {
-            return self.gate.admit(&parts.headers, caller).map_err(|_| {
+        let Some(token) = &self.options.token else {
+            return self.options.admit(&parts.headers, caller).map_err(|_| {
                 let text = answer::other_name(caller);
                 xml::error(StatusCode::MISDIRECTED_REQUEST, "AccessDenied", &text, parts.uri.path())
             });
         };
         let (method, path) = (&parts.method, parts.uri.path());
-        let signed = SignedRequest { method, path, query: &query.0, headers: &parts.headers };
-        let (code, text) = match signed.check(token.secret(), SystemTime::now()) {
+        let signed = SignedRequest { method, path, query, headers: &parts.headers };
+        let (code, text) = match signed.check(&token.0, SystemTime::now()) {
             Ok(()) => return Ok(Visitor::Trusted),
-            Err(BadSignature::Absent) => match self.gate.admit_unsigned() {
+            Err(BadSignature::Absent) => match self.options.admit_unsigned() {
                 Ok(visitor) => return Ok(visitor),
                 Err(NoEntry::Missing | NoEntry::Wrong | NoEntry::Name) => {
                     ("AccessDenied", "expected a signature of version 4, with the key ckfs and the token as its secret")

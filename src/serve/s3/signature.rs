@@ -42,14 +42,33 @@ pub(super) enum BadSignature {
     Wrong,
 }
 
+/// Parameters of a query, decoded once; `+` is itself, as clients of S3 write it.
+#[derive(Debug)]
+pub(super) struct Parameters(pub(super) Vec<(String, String)>);
+
+impl Parameters {
+    pub(super) fn of(query: &str) -> Self {
+        let decoded = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
+        let pairs = query.split('&').filter(|pair| !pair.is_empty());
+        let pair = |pair: &str| {
+            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+            (decoded(name), decoded(value))
+        };
+        Self(pairs.map(pair).collect())
+    }
+
+    pub(super) fn value(&self, name: &str) -> Option<&str> {
+        self.0.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+}
+
 /// What is signed of a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SignedRequest<'a> {
     pub(super) method: &'a Method,
     /// The path as it was sent.
     pub(super) path: &'a str,
-    /// The query, decoded.
-    pub(super) query: &'a [(String, String)],
+    pub(super) query: &'a Parameters,
     pub(super) headers: &'a HeaderMap,
 }
 
@@ -97,10 +116,6 @@ impl SignedRequest<'_> {
         if is_same { Ok(()) } else { Err(BadSignature::Wrong) }
     }
 
-    fn parameter(&self, name: &str) -> Option<&str> {
-        self.query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
-    }
-
     fn header(&self, name: &str) -> Option<&str> {
         self.headers.get(name)?.to_str().ok()
     }
@@ -124,11 +139,11 @@ impl SignedRequest<'_> {
                 expires: None,
             });
         }
-        if self.parameter("X-Amz-Signature").is_none() {
-            let is_former = self.parameter("AWSAccessKeyId").is_some() && self.parameter("Signature").is_some();
+        if self.query.value("X-Amz-Signature").is_none() {
+            let is_former = self.query.value("AWSAccessKeyId").is_some() && self.query.value("Signature").is_some();
             return Err(if is_former { BadSignature::Former } else { BadSignature::Absent });
         }
-        let needed = |name: &str| self.parameter(name).ok_or(BadSignature::Malformed);
+        let needed = |name: &str| self.query.value(name).ok_or(BadSignature::Malformed);
         let seconds = needed("X-Amz-Expires")?.parse().map_err(|_| BadSignature::Malformed)?;
         let expires = Duration::from_secs(seconds);
         if needed("X-Amz-Algorithm")? != ALGORITHM || expires > EXPIRES_MAX {
@@ -149,6 +164,7 @@ impl SignedRequest<'_> {
         let path = names.map(|name| encoded_whole(&name)).collect::<Vec<_>>().join("/");
         let mut query: Vec<(String, String)> = self
             .query
+            .0
             .iter()
             .filter(|(name, _)| name != "X-Amz-Signature")
             .map(|(name, value)| (encoded_whole(name), encoded_whole(value)))
@@ -173,7 +189,7 @@ impl SignedRequest<'_> {
         }
         let payload = match parts.expires {
             None => self.header("x-amz-content-sha256").ok_or(BadSignature::Malformed)?,
-            Some(_) => self.parameter("X-Amz-Content-Sha256").unwrap_or("UNSIGNED-PAYLOAD"),
+            Some(_) => self.query.value("X-Amz-Content-Sha256").unwrap_or("UNSIGNED-PAYLOAD"),
         };
         let (method, query, signed) = (self.method, query.join("&"), parts.signed_headers);
         Ok(format!("{method}\n{path}\n{query}\n{headers}\n{signed}\n{payload}"))
@@ -200,6 +216,13 @@ fn compact(time: SystemTime) -> String {
 mod tests {
     use super::*;
 
+    #[test]
+    fn parameters_are_decoded_once() {
+        let Parameters(found) = Parameters::of("list-type=2&prefix=a%2Fb+c%2520&location&=x&&y=");
+        let expected = [("list-type", "2"), ("prefix", "a/b+c%20"), ("location", ""), ("", "x"), ("y", "")];
+        assert_eq!(found, expected.map(|(name, value)| (name.to_owned(), value.to_owned())));
+    }
+
     /// The example of the documentation of S3 ("GET Object"), with its own key and secret.
     #[test]
     fn the_signature_of_a_published_example_is_made() {
@@ -214,7 +237,12 @@ mod tests {
         .into_iter()
         .map(|(name, value)| (name.parse::<http::HeaderName>().unwrap(), value.parse().unwrap()))
         .collect();
-        let request = SignedRequest { method: &Method::GET, path: "/test.txt", query: &[], headers: &headers };
+        let request = SignedRequest {
+            method: &Method::GET,
+            path: "/test.txt",
+            query: &Parameters(Vec::new()),
+            headers: &headers,
+        };
         let parts = SignatureParts {
             credential: "",
             signed_headers: "host;range;x-amz-content-sha256;x-amz-date",
@@ -237,7 +265,7 @@ mod tests {
                 .map(|(name, value)| (name.parse::<http::HeaderName>().unwrap(), value.parse().unwrap()))
                 .collect();
         let names = "host;x-amz-content-sha256;x-amz-date";
-        let request = SignedRequest { method: &Method::GET, path, query: &[], headers: &headers };
+        let request = SignedRequest { method: &Method::GET, path, query: &Parameters(Vec::new()), headers: &headers };
         let parts = SignatureParts { credential: "", signed_headers: names, signature: "", date, expires: None };
         let canonical = hexadecimal(&Sha256::digest(request.canonical(&parts).unwrap().as_bytes()));
         let text = format!("{ALGORITHM}\n{date}\n{day}/r/s3/aws4_request\n{canonical}");
@@ -258,7 +286,7 @@ mod tests {
         let date = compact(now);
         let path = "/ckfs/a%20b/c";
         let check = |headers: &HeaderMap, path: &str, now: SystemTime| {
-            SignedRequest { method: &Method::GET, path, query: &[], headers }.check("secret", now)
+            SignedRequest { method: &Method::GET, path, query: &Parameters(Vec::new()), headers }.check("secret", now)
         };
         let good = signed("secret", &date, BUCKET, path);
         assert_eq!(check(&good, path, now), Ok(()));
@@ -279,6 +307,7 @@ mod tests {
         former.insert(AUTHORIZATION, "AWS secret:x".parse().unwrap());
         assert_eq!(check(&former, path, now), Err(BadSignature::Former));
         let query = ["AWSAccessKeyId", "Signature", "Expires"].map(|name| (name.to_owned(), "1".to_owned()));
+        let query = Parameters(query.into());
         let presigned = SignedRequest { method: &Method::GET, path, query: &query, headers: &HeaderMap::new() };
         assert_eq!(presigned.check("secret", now), Err(BadSignature::Former));
         let mut changed = good.clone();

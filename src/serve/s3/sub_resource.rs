@@ -3,7 +3,7 @@
 
 use http::{HeaderMap, StatusCode, header::RANGE};
 
-use super::{super::answer::Reply, parameters::Parameters, xml};
+use super::{super::answer::Reply, signature::Parameters, xml};
 
 /// How such a question is answered.
 #[derive(Clone, Copy)]
