@@ -16,10 +16,7 @@ pub(super) const PERIOD: Duration = Duration::from_secs(3);
 const CHECKERS_MAX: usize = 8;
 
 /// Repeated work. Ends when it is dropped.
-#[derive(Debug)]
-pub(super) struct Upkeeping {
-    _stop: mpsc::Sender<()>,
-}
+pub(super) type Upkeeping = mpsc::Sender<()>;
 
 /// Calls `tend` and `check` after each period, `check` from a thread of its own, since it may hang with a file system. A
 /// panic ends neither. Ends when the returned value is dropped.
@@ -52,7 +49,7 @@ pub(super) fn repeat(
             }
         }
     })?;
-    Ok(Upkeeping { _stop: stop })
+    Ok(stop)
 }
 
 #[cfg(test)]
