@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, bail};
 use ckfs_checkpoint::printable;
 use ckfs_config::parse_age;
 use ckfs_plan::report::human_bytes;
@@ -245,7 +245,8 @@ fn prune(cache: &Cache, older_than: Option<Duration>, as_json: bool) -> anyhow::
         if SystemTime::now().duration_since(last).unwrap_or_default() < age_min {
             continue;
         }
-        match remove(cache, &dir)? {
+        let left = cache.remove_unused(&dir);
+        match left.with_context(|| dir.display().to_string())? {
             Some(bytes) => (removed, freed) = (removed + 1, freed + bytes),
             None => in_use += 1,
         }
@@ -254,8 +255,4 @@ fn prune(cache: &Cache, older_than: Option<Duration>, as_json: bool) -> anyhow::
         return print_pruned(removed, freed, in_use);
     }
     output::print(&format!("{removed} objects removed, {} freed, {in_use} in use\n", human_bytes(freed)))
-}
-
-fn remove(cache: &Cache, dir: &Path) -> anyhow::Result<Option<u64>> {
-    cache.remove_unused(dir).map_err(|error| anyhow!("{}: {error}", dir.display()))
 }

@@ -3,7 +3,6 @@
 use std::io::IsTerminal;
 
 use anyhow::bail;
-use ckfs_volume::NodeKind;
 use clap::Args;
 
 use super::{
@@ -46,11 +45,7 @@ impl Cat {
         let (source, path) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "PATH")?;
         let mut config = open::source_config(source, &self.flags)?;
         let volume = open::volume(&mut config)?;
-        let node = tree::find(&volume, path)?;
-        if node.attr.kind == NodeKind::Directory {
-            let names: Vec<_> = tree::entries(&volume, node.attr.ino)?.into_iter().map(|(name, _)| name).collect();
-            bail!("{path}: is a directory; it has: {}", tree::shown(&names));
-        }
+        let node = tree::find_file(&volume, path)?;
         let size = node.attr.size_bytes;
         if self.offset > size {
             bail!("{path}: --offset {} is beyond the end: the file has {size} bytes", self.offset);

@@ -5,7 +5,7 @@ use std::{
     fmt::Write,
 };
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, anyhow};
 use ckfs_checkpoint::{Checkpoint, printable_lines};
 use ckfs_config::Config;
 use ckfs_image::Segment;
@@ -15,7 +15,7 @@ use ckfs_tensor::{
     ByteRuns, Decode, EncodedLeaf, EncodedMatrices, Field, Load, Op, Operation, Origin, Piece, Reads, Step, TensorId,
     Term, Tiling, Value as DecodedValue, View, reads,
 };
-use ckfs_volume::{NodeKind, Volume};
+use ckfs_volume::Volume;
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -82,11 +82,7 @@ impl Explain {
         let (path, mut config) = self.target()?;
         let path = path.as_str();
         let volume = open::volume(&mut config)?;
-        let node = tree::find(&volume, path)?;
-        if node.attr.kind == NodeKind::Directory {
-            let names: Vec<_> = tree::entries(&volume, node.attr.ino)?.into_iter().map(|(name, _)| name).collect();
-            bail!("{path}: is a directory; it has: {}", tree::shown(&names));
-        }
+        let node = tree::find_file(&volume, path)?;
         let file = explain(&volume, &node)?;
         if self.json {
             return output::print_json(&file);

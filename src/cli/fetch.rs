@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, sync::atomic::Ordering, thread, time::Duration};
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{anyhow, bail};
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::HfCache;
 use ckfs_plan::{FETCHED_BYTES, RemoteBytes, report::human_bytes};
@@ -15,14 +15,14 @@ use serde_json::json;
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    open, output,
+    open, output, tree,
 };
 
 /// Time between two updates of the progress.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Bytes read at once where the cache keeps none, to learn why.
-const PROBE_BYTES: u64 = 1 << 20;
+const PROBE_BYTES: usize = 1 << 20;
 
 /// Fetches what this host's devices will read into the disk cache.
 ///
@@ -218,12 +218,8 @@ fn complete(source: &dyn Source, remote: &dyn RemoteSource, needs: &RemoteBytes)
             spans.iter().copied().filter(|span| remote.absent_bytes(*file, &[*span]) > 0).collect();
         for span in &absent {
             // A reader's request waits for the bytes, and says why they do not come.
-            let mut start = span.start();
-            while start < span.end() {
-                let len = usize::try_from((span.end() - start).min(PROBE_BYTES)).context("a length")?;
-                let mut target = vec![0; len];
-                source.fetch(*file, &mut [FetchPart { start, target: &mut target }])?;
-                start += len as u64;
+            for (start, len) in tree::parts(span.start(), span.end(), PROBE_BYTES) {
+                source.fetch(*file, &mut [FetchPart { start, target: &mut vec![0; len] }])?;
             }
         }
         let left = remote.absent_bytes(*file, &absent);

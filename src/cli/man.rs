@@ -1,9 +1,6 @@
 //! `ckfs man` and `ckfs completions`: manual pages, and scripts for shells, made from the same declarations as the help.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::PathBuf};
 
 use anyhow::Context;
 use clap::Args;
@@ -54,14 +51,11 @@ impl Manual {
         }
         fs::create_dir_all(dir).with_context(|| format!("{}", dir.display()))?;
         for (name, text) in &pages {
-            write(&dir.join(name), text)?;
+            let path = dir.join(name);
+            fs::write(&path, text).with_context(|| path.display().to_string())?;
         }
         Ok(())
     }
-}
-
-fn write(path: &Path, text: &str) -> anyhow::Result<()> {
-    fs::write(path, text).with_context(|| format!("{}", path.display()))
 }
 
 /// File names and texts, the page of the program first.

@@ -191,10 +191,11 @@ pub(super) fn explained(error: OpenError) -> anyhow::Error {
 
 // Commands do not wait forever for storage without an answer: this process ends with an error then.
 
-/// Ends this process with an error when a fetch stalls.
-fn ending(fetches: &Arc<WaitRegistry>) -> io::Result<WaitWatch> {
+/// Ends this process with an error when a fetch stalls, after `before`.
+pub(super) fn ending(fetches: &Arc<WaitRegistry>, before: impl FnOnce() + Send + 'static) -> io::Result<WaitWatch> {
     let note = |_: Option<(&Wait, &str)>| {};
     watch(fetches, note, |message| {
+        before();
         ckfs_host::tell(&format!("{}\n", error_text(message)));
         std::process::exit(1);
     })
@@ -207,7 +208,7 @@ fn ending(fetches: &Arc<WaitRegistry>) -> io::Result<WaitWatch> {
 pub(super) fn ending_waits(config: &Config) -> anyhow::Result<Arc<WaitRegistry>> {
     let waits = wait_registry(&config.mount);
     // The thread runs to the end of the process.
-    std::mem::forget(ending(&waits).context("start a thread")?);
+    std::mem::forget(ending(&waits, || {}).context("start a thread")?);
     Ok(waits)
 }
 
@@ -215,7 +216,7 @@ pub(super) fn ending_waits(config: &Config) -> anyhow::Result<Arc<WaitRegistry>>
 /// with an error that names it. Without a thread to watch it, which the system may refuse, `work` takes its time.
 pub(super) fn within<T>(settings: &MountSettings, path: &Path, action: &'static str, work: impl FnOnce() -> T) -> T {
     let fetches = wait_registry(settings);
-    let _watch = ending(&fetches);
+    let _watch = ending(&fetches, || {});
     let _looking = fetches.begin_path(path, action);
     work()
 }

@@ -160,10 +160,19 @@ pub(super) fn write_served(bytes: Served<'_>) -> anyhow::Result<()> {
     written(bytes.write_to(&io::stdout()))
 }
 
+/// Where a file is written until it is complete.
+fn beside(path: &Path) -> anyhow::Result<PathBuf> {
+    let Some(name) = path.file_name() else {
+        return Err(Usage(format!("{}: expected the name of a file", path.display())).into());
+    };
+    Ok(path.with_file_name(format!(".{}.{}.part", name.display(), std::process::id())))
+}
+
 /// Replaces a file by one that is written beside it: a reader finds the old or the new text.
-pub(super) fn replace(path: &Path, beside: &Path, text: &str) -> io::Result<()> {
-    let written = fs::write(beside, text).and_then(|()| fs::rename(beside, path));
-    written.inspect_err(|_| drop(fs::remove_file(beside)))
+pub(super) fn replace(path: &Path, text: &str) -> anyhow::Result<()> {
+    let beside = beside(path)?;
+    let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, path));
+    written.inspect_err(|_| drop(fs::remove_file(&beside))).with_context(|| path.display().to_string())
 }
 
 /// A regular file to be written, which has its old content until the new one is complete.
@@ -187,11 +196,7 @@ impl NewFile {
         if !parent.is_dir() {
             return Err(Usage(format!("{}: no such directory; create it first", parent.display())).into());
         }
-        let Some(name) = target.file_name() else {
-            return Err(Usage(format!("{}: expected the name of a file", path.display())).into());
-        };
-        let partial = parent.join(format!(".{}.{}.part", name.display(), std::process::id()));
-        Ok(Self { target, partial })
+        Ok(Self { partial: beside(&target)?, target })
     }
 
     /// Writes the whole content.

@@ -7,14 +7,14 @@ use ckfs_config::{Config, Materialize};
 use ckfs_fuse::block_signals;
 use ckfs_host::{Log, LogTarget, system_log};
 use ckfs_serve::{Door, ServeOptions};
-use ckfs_service::{AliveContent, wait_registry, watch};
+use ckfs_service::{AliveContent, wait_registry};
 use ckfs_volume::Nodes;
 use clap::Args;
 
 use super::{
     flags::{LogFlags, NetworkFlags, SourceFlags, source_help},
     open,
-    output::{Usage, error_text},
+    output::Usage,
     steps,
 };
 
@@ -83,15 +83,7 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
     system_log::set_subject(&[("CKFS_SOURCE", config.source.as_deref().unwrap_or_default())]);
     let waits = wait_registry(&config.mount);
     let logged = log.clone();
-    let wait_watch = watch(
-        &waits,
-        |_| {},
-        move |message| {
-            logged.finish();
-            ckfs_host::tell(&format!("{}\n", error_text(message)));
-            std::process::exit(1);
-        },
-    );
+    let wait_watch = open::ending(&waits, move || logged.finish());
     let service = open::started(&mut config, &waits, wait_watch)?;
     let label = service.label();
     let all_sent = door.serve(&*service, log, |names| {

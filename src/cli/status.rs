@@ -4,8 +4,6 @@ use std::{
     fmt::Write,
     fs, io,
     path::{Path, PathBuf},
-    sync::mpsc,
-    thread,
     time::Duration,
 };
 
@@ -13,11 +11,12 @@ use anyhow::{anyhow, bail};
 use ckfs_checkpoint::printable_lines;
 use ckfs_config::{Config, DtypeChoice, LayoutChoice};
 use ckfs_fuse::{MountEntry, ckfs_mounts};
+use ckfs_host::ask_within;
 use ckfs_plan::{Layout, report::human_bytes};
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::{hint, last_mount, output};
+use super::{hint, last_mount, output, paragraph::counted};
 
 /// Longest time for the answer of a mount.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
@@ -125,13 +124,10 @@ impl Probe {
 
 /// Asks a mount from another thread, since the mount may never answer.
 pub(super) fn probe(mountpoint: &Path) -> Probe {
-    let (answer, answered) = mpsc::channel();
     let path = mountpoint.join(".ckfs");
-    let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || {
-        let read = |name: &str| fs::read_to_string(path.join(name));
-        let _ = answer.send(read("stats.json").and_then(|stats| Ok((stats, read("config.toml")?))));
-    });
-    let answer = asking.ok().and_then(|_| answered.recv_timeout(ANSWER_LIMIT).ok());
+    let read = move |name: &str| fs::read_to_string(path.join(name));
+    let ask = move || read("stats.json").and_then(|stats| Ok((stats, read("config.toml")?)));
+    let answer = ask_within(ANSWER_LIMIT, "ckfs-probe", ask).ok().flatten();
     let dead = |health| Probe { health, stats: Value::Null, config: None };
     match answer {
         None => dead(MountHealth::Stuck),
@@ -510,7 +506,7 @@ impl Status {
             MountHealth::Healthy | MountHealth::Degraded => false,
         });
         let degraded = count(&|health| health == MountHealth::Degraded && !self.live);
-        let mounts = |count: usize| if count == 1 { "1 mount".to_owned() } else { format!("{count} mounts") };
+        let mounts = |count| counted(count, "mount");
         match (dead, degraded) {
             (0, 0) => Ok(()),
             (0, count) => Err(anyhow!("{} degraded: what to do is above", mounts(count))),

@@ -106,8 +106,7 @@ pub(super) fn table(steps: &[ListedStep]) -> String {
 /// The table of a run with the flag that shows it.
 pub(super) fn run_text(source: &str, steps: &[ListedStep]) -> String {
     let complete = steps.iter().filter(|step| step.unfinished.is_none()).count();
-    let all = if steps.len() == 1 { "1 step".to_owned() } else { format!("{} steps", steps.len()) };
-    let source = printable(source);
+    let (all, source) = (counted(steps.len(), "step"), printable(source));
     format!(
         "{source}: a run of {all}, {complete} complete\n{}{HINT}ckfs mount {source} MNT --steps all\n",
         table(steps)

@@ -29,7 +29,9 @@ use sha2::{Digest, Sha256};
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    open, output, tree,
+    open, output,
+    paragraph::counted,
+    tree,
 };
 
 /// Bytes hashed at once.
@@ -96,7 +98,7 @@ impl Sums {
         match &self.output {
             None if self.json => output::print_json(&list.json()),
             None => output::print(&list.text()),
-            Some(path) => write_whole(path, &list.text()),
+            Some(path) => output::replace(path, &list.text()),
         }
     }
 }
@@ -160,8 +162,7 @@ pub(super) fn check(
         let lines: Vec<String> = differences.iter().map(ToString::to_string).collect();
         output::print(&(printable_lines(&lines.join("\n")).into_owned() + "\n"))?;
     }
-    let plural = if differences.len() == 1 { "" } else { "s" };
-    Err(anyhow!("{} difference{plural} from {}", differences.len(), file.display()))
+    Err(anyhow!("{} from {}", counted(differences.len(), "difference"), file.display()))
 }
 
 fn compare<'a>(
@@ -236,13 +237,10 @@ fn source_digest(checkpoint: &Checkpoint, file: FileId, bar: &ProgressBar) -> an
     let len = source.len_bytes(file);
     let mut digest = Sha256::new();
     let mut buffer = vec![0; usize::try_from(len).unwrap_or(usize::MAX).min(CHUNK_BYTES)];
-    let mut at = 0;
-    while at < len {
-        let part = usize::try_from(len - at).unwrap_or(usize::MAX).min(CHUNK_BYTES);
+    for (at, part) in tree::parts(0, len, CHUNK_BYTES) {
         source.read_into(file, at, &mut buffer[..part])?;
         digest.update(&buffer[..part]);
         bar.inc(part as u64);
-        at += part as u64;
     }
     Ok(hexadecimal(&digest.finalize()))
 }
@@ -258,13 +256,11 @@ fn served_digest(
     if let Some(found) = served.found_bytes()?.filter(|found| *found != size) {
         bail!("expected {size} bytes, found {found}");
     }
-    let (mut digest, mut bytes, mut at) = (Sha256::new(), Vec::new(), 0);
-    while at < size {
-        let part = usize::try_from(size - at).unwrap_or(usize::MAX).min(CHUNK_BYTES);
+    let (mut digest, mut bytes) = (Sha256::new(), Vec::new());
+    for (at, part) in tree::parts(0, size, CHUNK_BYTES) {
         served.read(at, part, &mut bytes).with_context(|| format!("bytes {at}..{}", at + part as u64))?;
         digest.update(&bytes);
         bar.inc(part as u64);
-        at += part as u64;
     }
     Ok(hexadecimal(&digest.finalize()))
 }
@@ -397,14 +393,6 @@ fn parse_line(text: &str) -> Option<(String, String)> {
         });
     }
     Some((plain, digest.to_owned()))
-}
-
-/// Writes a file completely or not at all.
-fn write_whole(path: &Path, text: &str) -> anyhow::Result<()> {
-    let context = || path.display().to_string();
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(format!(".partial{}", std::process::id()));
-    output::replace(path, partial.as_ref(), text).with_context(context)
 }
 
 #[cfg(test)]

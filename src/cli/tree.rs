@@ -129,6 +129,19 @@ pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<PathNode> {
     Ok(PathNode { path: names.join("/"), attr })
 }
 
+/// The file at a path of the mount, as [`find`].
+///
+/// # Errors
+/// The same; and what is there is a directory. The message names its entries.
+pub(super) fn find_file(volume: &Volume, path: &str) -> anyhow::Result<PathNode> {
+    let node = find(volume, path)?;
+    if node.attr.kind == NodeKind::Directory {
+        let names: Vec<_> = entries(volume, node.attr.ino)?.into_iter().map(|(name, _)| name).collect();
+        bail!("{path}: is a directory; it has: {}", shown(&names));
+    }
+    Ok(node)
+}
+
 /// Most names of a directory that an error lists.
 const NAMES_SHOWN: usize = 12;
 
@@ -340,6 +353,12 @@ impl<'a> ServedFile<'a> {
     }
 }
 
+/// The parts of a range of bytes: where each begins, and its length, which is `most_bytes` but for the last.
+pub(super) fn parts(start: u64, end: u64, most_bytes: usize) -> impl Iterator<Item = (u64, usize)> {
+    let len = move |at| usize::try_from(end - at).unwrap_or(usize::MAX).min(most_bytes);
+    (start..end).step_by(most_bytes).map(move |at| (at, len(at)))
+}
+
 /// Reads spans of `chunk` bytes until `end`, and checks that each has the expected length.
 ///
 /// # Errors
@@ -351,9 +370,7 @@ pub(super) fn stream(
     chunk_bytes: usize,
     sink: &mut dyn FnMut(Served<'_>) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let mut at = start;
-    while at < end {
-        let len = usize::try_from(end - at).unwrap_or(usize::MAX).min(chunk_bytes);
+    for (at, len) in parts(start, end, chunk_bytes) {
         let mut result = Ok(());
         let mut came = 0;
         open.read(at, len, &mut |bytes| {
@@ -365,7 +382,6 @@ pub(super) fn stream(
         if came != len {
             return Err(anyhow!("{path}: bytes {at}..{}: expected {len} bytes, found {came}", at + len as u64));
         }
-        at += len as u64;
     }
     Ok(())
 }

@@ -142,21 +142,12 @@ impl Verification {
     }
 }
 
-/// The number of bytes to compare.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Amount {
-    /// Everything.
-    Full,
-    /// About this many bytes of each file.
-    Sample(u64),
-}
-
 impl Verify {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         if let Some(sums) = &self.sums {
             return sums::check(sums, self.target.as_deref(), &self.only, self.json, (&self.flags, log));
         }
-        let amount = if self.full { Amount::Full } else { Amount::Sample(self.sample.0) };
+        let amount = if self.full { u64::MAX } else { self.sample.0 };
         let target = self.target.as_deref();
         if let Some((mount, mut config)) = open::mount_config(target, &self.flags)? {
             if config.mount.steps.is_some() {
@@ -178,7 +169,7 @@ impl Verify {
     }
 
     /// Compares the steps that the mount of a run shows.
-    fn verify_mounted_steps(&self, mount: &Path, amount: Amount, log: &LogFlags) -> anyhow::Result<()> {
+    fn verify_mounted_steps(&self, mount: &Path, amount: u64, log: &LogFlags) -> anyhow::Result<()> {
         let mut numbers: Vec<u64> = Vec::new();
         for entry in fs::read_dir(mount).with_context(|| mount.display().to_string())? {
             let name = entry.with_context(|| mount.display().to_string())?.file_name();
@@ -235,12 +226,7 @@ impl Verify {
 ///
 /// # Errors
 /// Source or configuration are not readable. Differences are in the result.
-pub(super) fn verify_mount(
-    mount: &Path,
-    only: &[String],
-    amount: Amount,
-    log: &LogFlags,
-) -> anyhow::Result<Verification> {
+pub(super) fn verify_mount(mount: &Path, only: &[String], amount: u64, log: &LogFlags) -> anyhow::Result<Verification> {
     let mut config = open::shown_config(mount)?;
     let volume = open::volume(&mut config)?;
     verify(&volume, Some(mount), only, amount, log)
@@ -250,19 +236,15 @@ fn verify(
     volume: &Volume,
     mount: Option<&Path>,
     only: &[String],
-    amount: Amount,
+    amount: u64,
     log: &LogFlags,
 ) -> anyhow::Result<Verification> {
     let nodes = tree::select(volume, only, "verify", &|node| node.attr.kind == NodeKind::File)?;
-    let sampled = |size: u64| match amount {
-        Amount::Full => size,
-        Amount::Sample(bytes) => bytes.min(size),
-    };
-    let bar = bar(nodes.iter().map(|node| sampled(node.attr.size_bytes)).fold(0, u64::saturating_add), log);
+    let bar = bar(nodes.iter().map(|node| node.attr.size_bytes.min(amount)).fold(0, u64::saturating_add), log);
     let (findings, scales) = (Verification::default(), KnownScales::default());
     nodes.par_iter().try_for_each(|node| {
         let result = verify_file(volume, mount, node, amount, (&findings, &scales), &bar);
-        bar.inc(sampled(node.attr.size_bytes));
+        bar.inc(node.attr.size_bytes.min(amount));
         result.with_context(|| node.path.clone())
     })?;
     ckfs_service::check_sources(volume)?;
@@ -274,7 +256,7 @@ fn verify_file(
     volume: &Volume,
     mount: Option<&Path>,
     node: &tree::PathNode,
-    amount: Amount,
+    amount: u64,
     (findings, scales): (&Verification, &KnownScales),
     bar: &ProgressBar,
 ) -> anyhow::Result<()> {
@@ -385,11 +367,8 @@ fn read_tensor(checkpoint: &Checkpoint, tensor: TensorId, span: std::ops::Range<
 }
 
 /// The spans of a file to compare, ascending and disjoint, each of at most [`CHUNK_BYTES`].
-fn spans(path: &str, expected: &Expected<'_>, size: u64, amount: Amount) -> anyhow::Result<Vec<(u64, u64)>> {
-    let mut spans = match amount {
-        Amount::Sample(bytes) if bytes < size => sample(path, &borders(expected)?, size, bytes),
-        Amount::Full | Amount::Sample(_) => vec![(0, size)],
-    };
+fn spans(path: &str, expected: &Expected<'_>, size: u64, amount: u64) -> anyhow::Result<Vec<(u64, u64)>> {
+    let mut spans = if amount < size { sample(path, &borders(expected)?, size, amount) } else { vec![(0, size)] };
     spans.retain(|(start, end)| start < end);
     let cut = |(start, end): (u64, u64)| {
         (start..end)

@@ -80,7 +80,8 @@ impl MetricsCommand {
             return serve(address, mounts);
         }
         match &self.textfile {
-            Some(path) => replace(path, &mounts.text()),
+            // The collector passes over the file beside it, whose name does not end in .prom.
+            Some(path) => output::replace(path, &mounts.text()),
             None => output::print(&mounts.text()),
         }
     }
@@ -132,19 +133,6 @@ fn serve(text: &str, mounts: Arc<Mounts>) -> anyhow::Result<()> {
     let page: Arc<http::Page> = Arc::new(move || mounts.text());
     http::serve(&listener, &page);
     Ok(())
-}
-
-/// Replaces a file as a whole: a reader finds the old or the new text.
-fn replace(path: &Path, text: &str) -> anyhow::Result<()> {
-    let Some(name) = path.file_name() else {
-        return Err(Usage(format!("--textfile: expected a file, found {}", path.display())).into());
-    };
-    // The collector passes over names that do not end in .prom.
-    let mut beside = std::ffi::OsString::from(".");
-    beside.push(name);
-    beside.push(format!(".{}", std::process::id()));
-    let beside = path.with_file_name(beside);
-    output::replace(path, &beside, text).with_context(|| path.display().to_string())
 }
 
 /// The mounts to be asked.
@@ -318,11 +306,11 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("ckfs.prom");
         for text in ["first\n", "2\n"] {
-            replace(&path, text).unwrap();
+            output::replace(&path, text).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
-        assert!(replace(&directory.path().join("no/ckfs.prom"), "").is_err());
-        assert!(replace(Path::new("/"), "").unwrap_err().is::<Usage>());
+        assert!(output::replace(&directory.path().join("no/ckfs.prom"), "").is_err());
+        assert!(output::replace(Path::new("/"), "").unwrap_err().is::<Usage>());
     }
 }
