@@ -11,8 +11,7 @@
 //! | `open` | what the settings mean: checkpoint, plans, volume, memory budget |
 //! | [`average`] | which sources an average is of |
 //! | `chunk_memory`, `own_mount` | what is refused before anything is served: chunks that do not fit in memory, shards of a mount as a source |
-//! | `upkeep` | repeated work: memory of closed files is released, sources are checked |
-//! | `prefetch` | fetching what the listed devices will read |
+//! | `upkeep` | repeated work: memory of closed files is released, sources are checked; what the listed devices will read is fetched ahead |
 //! | `wait_watch` | waits for storage and services while nothing is served yet: reported, and given up after the time limit |
 //! | [`steps`] | a run: the checkpoints that a trainer leaves in a directory, each a volume of its own |
 //! | [`identity`] | digests that name what is served or exported |
@@ -25,7 +24,6 @@ mod error;
 pub mod identity;
 mod open;
 mod own_mount;
-mod prefetch;
 mod requests;
 mod service;
 pub mod steps;

@@ -10,9 +10,8 @@ use super::{
     alive::{Alive, AliveContent},
     error::OpenError,
     open,
-    prefetch::{self, Prefetching},
     steps::RunService,
-    upkeep::{self, PERIOD, Upkeeping},
+    upkeep::{self, PERIOD, Prefetching, Upkeeping},
 };
 
 /// An opened configuration, ready to be served.
@@ -80,7 +79,7 @@ impl Alive for Service {
         let (trimmed, checked) = (Arc::clone(&self.volume), Arc::clone(&self.volume));
         let upkeeping = upkeep::repeat(PERIOD, move || trimmed.trim(), move || checked.check_sources())?;
         let prefetch = self.config.mount.prefetch.unwrap_or_default();
-        let prefetching = prefetch::start(self.volume.engine().checkpoint(), self.volume.plans(), prefetch);
+        let prefetching = upkeep::prefetch(self.volume.engine().checkpoint(), self.volume.plans(), prefetch);
         self.running = Some((upkeeping, prefetching));
         Ok(())
     }
