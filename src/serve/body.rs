@@ -76,7 +76,7 @@ impl FilePart {
         }
         self.begin();
         let Some(waiting) = &mut self.waiting else { return Poll::Ready(None) };
-        let chunk = ready!(Pin::new(waiting).poll(context));
+        let chunk = ready!(waiting.as_mut().poll(context));
         self.waiting = None;
         let chunk = chunk.map_err(|refusal| io::Error::from_raw_os_error(refusal.errno))?;
         self.left -= chunk.len() as u64;

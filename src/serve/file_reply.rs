@@ -18,14 +18,6 @@ use super::{
     tree::{FileVersion, FoundNode},
 };
 
-/// A file that is requested.
-pub(super) struct AskedFile<'a> {
-    pub(super) reads: &'a Arc<ServedReads>,
-    pub(super) node: &'a FoundNode,
-    /// None of a file whose content changes.
-    pub(super) version: Option<FileVersion>,
-}
-
 /// The content type of a file by its name.
 fn content_type(path: &str) -> &'static str {
     match path.rsplit('.').next() {
@@ -107,9 +99,14 @@ fn finish(
     with_version(reply, version)
 }
 
-/// Answers a GET or HEAD of a file.
-pub(super) async fn of_file(asked: AskedFile<'_>, method: &Method, headers: &HeaderMap) -> Answered {
-    let AskedFile { reads, node, version } = asked;
+/// Answers a GET or HEAD of a file; `version` is none of one whose content changes.
+pub(super) async fn of_file(
+    reads: &Arc<ServedReads>,
+    node: &FoundNode,
+    version: Option<FileVersion>,
+    method: &Method,
+    headers: &HeaderMap,
+) -> Answered {
     debug_assert_eq!(node.attr.kind, NodeKind::File);
     let unreadable = |refusal: ReadRefusal| {
         let text = format!("{}: {refusal}; the log of the server says why", node.path);

@@ -5,7 +5,7 @@ use http::{HeaderMap, Method, StatusCode, header::LOCATION};
 
 use super::{
     answer::{self, Answered, Reply},
-    file_reply::{self, AskedFile},
+    file_reply,
     gate::Visitor,
     listing, path,
     served::{NoPlace, ServedPlace, ServedSource},
@@ -57,15 +57,14 @@ pub(super) async fn answer(
             // The run's own files are made to tell their size, which takes a while.
             (ServedSource::Run(run), TreeVersion::Run(_)) => {
                 let headers = headers.clone();
-                let work = move |run: &ServedRun| run.unchanged(|| listing::whole(&tree, visitor, &node, &headers));
+                let work = move |run: &ServedRun| {
+                    run.unchanged(|| listing::of_directory(&tree, visitor, &node, &headers, true))
+                };
                 run.aside(work).await.unwrap_or(Err(NoNode::Failed)).map_err(none)
             }
-            _ => Ok(listing::of_directory(&tree, visitor, &node, headers)),
+            _ => listing::of_directory(&tree, visitor, &node, headers, false).map_err(none),
         },
-        NodeKind::File => {
-            let asked = AskedFile { reads: &tree.reads, node: &node, version: tree.version(&node) };
-            file_reply::of_file(asked, method, headers).await
-        }
+        NodeKind::File => file_reply::of_file(&tree.reads, &node, tree.version(&node), method, headers).await,
         // Links were followed.
         NodeKind::Symlink => Err(answer::failed(StatusCode::NOT_FOUND, "a link that leads nowhere")),
     }

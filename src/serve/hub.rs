@@ -27,7 +27,7 @@ use url::form_urlencoded;
 
 use super::{
     answer::{self, Answered, JSON, Reply},
-    file_reply::{self, AskedFile},
+    file_reply,
     gate::Visitor,
     path,
     repositories::{BRANCH, NoRepository, RepositoryEntry, ServedRepository},
@@ -432,10 +432,11 @@ async fn of_file(repository: &ServedRepository, names: &[String], method: &Metho
     let tag = format!("\"{}\"", repository.tag(call.visitor, &entry).await);
     // The branch of a run leads to an older file when its newest step is deleted: no time is a condition.
     let version = Some(FileVersion { etag: tag.clone(), since: None });
-    let asked = AskedFile { reads: &repository.tree.reads, node: &node, version };
     let mut headers = call.headers.clone();
     let is_empty_part = node.attr.size_bytes == 0 && headers.remove(RANGE).is_some();
-    let mut reply = file_reply::of_file(asked, method, &headers).await.unwrap_or_else(|reply| reply);
+    let mut reply = file_reply::of_file(&repository.tree.reads, &node, version, method, &headers)
+        .await
+        .unwrap_or_else(|reply| reply);
     if is_empty_part && reply.status() == StatusCode::OK {
         // Clients ask for the first byte to learn of the size, which they take from here: 416 would be the end for them.
         reply = answer::with_header(reply, CONTENT_RANGE, "bytes */0");

@@ -31,42 +31,28 @@ fn asks_json(headers: &HeaderMap) -> bool {
     known == Some("application/json")
 }
 
-/// The form that a request asks for, and the parts of the listing.
-fn listed(
-    tree: &Arc<ServedTree>,
-    visitor: Visitor,
-    node: &FoundNode,
-    headers: &HeaderMap,
-) -> (&'static str, TextParts) {
-    let as_json = asks_json(headers);
-    let parts = parts(Arc::clone(tree), visitor, node.clone(), as_json);
-    (if as_json { answer::JSON } else { answer::HTML }, parts)
-}
-
-/// A listing that is made as the client takes it.
-pub(super) fn of_directory(tree: &Arc<ServedTree>, visitor: Visitor, node: &FoundNode, headers: &HeaderMap) -> Reply {
-    let (content_type, parts) = listed(tree, visitor, node, headers);
-    of_body(content_type, ReplyBody::of_parts(parts))
-}
-
-/// A listing that is made at once, by a thread that may take a while.
+/// A listing that is made as the client takes it, or `at_once`, by a thread that may take a while.
 ///
 /// # Errors
-/// [`NoNode::Failed`].
-pub(super) fn whole(
+/// [`NoNode::Failed`], of one that is made at once.
+pub(super) fn of_directory(
     tree: &Arc<ServedTree>,
     visitor: Visitor,
     node: &FoundNode,
     headers: &HeaderMap,
+    at_once: bool,
 ) -> Result<Reply, NoNode> {
-    let (content_type, parts) = listed(tree, visitor, node, headers);
-    let whole = std::iter::from_fn(parts).collect::<io::Result<Vec<Bytes>>>().map_err(|_| NoNode::Failed)?;
-    Ok(of_body(content_type, ReplyBody::of(whole.concat())))
-}
-
-fn of_body(content_type: &'static str, body: ReplyBody) -> Reply {
-    let reply = answer::with_header(answer::of_body(StatusCode::OK, content_type, body), VARY, "Accept");
-    answer::with_header(reply, CONTENT_SECURITY_POLICY, "default-src 'none'; style-src 'unsafe-inline'")
+    let as_json = asks_json(headers);
+    let parts = parts(Arc::clone(tree), visitor, node.clone(), as_json);
+    let body = if at_once {
+        let whole: Vec<Bytes> = std::iter::from_fn(parts).collect::<io::Result<_>>().map_err(|_| NoNode::Failed)?;
+        ReplyBody::of(whole.concat())
+    } else {
+        ReplyBody::of_parts(parts)
+    };
+    let reply = answer::of_body(StatusCode::OK, if as_json { answer::JSON } else { answer::HTML }, body);
+    let reply = answer::with_header(reply, VARY, "Accept");
+    Ok(answer::with_header(reply, CONTENT_SECURITY_POLICY, "default-src 'none'; style-src 'unsafe-inline'"))
 }
 
 /// The text of a listing in parts.

@@ -21,6 +21,7 @@ use ckfs_source::{
 };
 use ckfs_sync::{Buffer, BufferPool, Sizing};
 use ckfs_volume::{FsError, Handle, Ino, RequestKind, Upkeep};
+use futures_util::{FutureExt, future::BoxFuture};
 use lru::LruCache;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
@@ -71,16 +72,7 @@ impl<T: Send + 'static> Refuse for ResultSender<T> {
 }
 
 /// A result that another thread makes.
-#[derive(Debug)]
-pub(super) struct AwaitedRead<T>(oneshot::Receiver<Result<T, ReadRefusal>>);
-
-impl<T> Future for AwaitedRead<T> {
-    type Output = Result<T, ReadRefusal>;
-
-    fn poll(mut self: std::pin::Pin<&mut Self>, context: &mut std::task::Context<'_>) -> std::task::Poll<Self::Output> {
-        std::pin::Pin::new(&mut self.0).poll(context).map(|result| result.unwrap_or(Err(ReadRefusal::LOST)))
-    }
-}
+pub(super) type AwaitedRead<T> = BoxFuture<'static, Result<T, ReadRefusal>>;
 
 /// A chunk on its way to a client. Its memory is used again.
 struct ChunkBuffer(Buffer<Vec<u8>>);
@@ -292,6 +284,6 @@ impl ServedReads {
             drop(pending);
             threads.passed.fetch_add(1, Ordering::Relaxed);
         });
-        AwaitedRead(receiver)
+        receiver.map(|result| result.unwrap_or(Err(ReadRefusal::LOST))).boxed()
     }
 }

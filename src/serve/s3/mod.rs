@@ -28,7 +28,7 @@ use hyper::body::Incoming;
 
 use super::{
     answer::{self, Answered, Reply},
-    file_reply::{self, AskedFile},
+    file_reply,
     gate::{Caller, NoEntry, Visitor},
     options::ServeOptions,
     path,
@@ -239,8 +239,8 @@ impl BucketRouter {
             // It leads to an older step when the newest is deleted.
             version.since = None;
         }
-        let asked = AskedFile { reads: &tree.reads, node: &node, version };
-        Ok(object_reply(file_reply::of_file(asked, method, headers).await, &question, &key))
+        let answered = file_reply::of_file(&tree.reads, &node, version, method, headers).await;
+        Ok(object_reply(answered, &question, &key))
     }
 }
 

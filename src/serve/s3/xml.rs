@@ -66,18 +66,15 @@ pub(super) struct ShownList {
     pub(super) paging: ListPaging,
 }
 
-fn document(text: &str) -> Reply {
-    answer::of_text(StatusCode::OK, XML, format!("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n{text}"))
+fn document(status: StatusCode, text: &str) -> Reply {
+    answer::of_text(status, XML, format!("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n{text}"))
 }
 
 /// An error.
 pub(super) fn error(status: StatusCode, code: &str, message: &str, resource: &str) -> Reply {
     let (message, resource) = (escaped(message), escaped(resource));
-    let text = format!(
-        "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<Error><Code>{code}</Code><Message>{message}</Message><Resource>{resource}\
-         </Resource></Error>"
-    );
-    answer::of_text(status, XML, text)
+    let inner = format!("<Code>{code}</Code><Message>{message}</Message><Resource>{resource}</Resource>");
+    document(status, &format!("<Error>{inner}</Error>"))
 }
 
 /// The only bucket.
@@ -91,7 +88,7 @@ pub(super) fn buckets(created: SystemTime) -> Reply {
 
 /// A document with one root.
 pub(super) fn of_root(root: &str, inner: &str) -> Reply {
-    document(&format!("<{root} xmlns=\"{NAMESPACE}\">{inner}</{root}>"))
+    document(StatusCode::OK, &format!("<{root} xmlns=\"{NAMESPACE}\">{inner}</{root}>"))
 }
 
 /// These attributes of an object.
