@@ -90,7 +90,7 @@ impl Demo {
         output::print(&format!("{}\n", directories(&mountpoint)?))?;
         output::print(&shard_text(&mountpoint)?)?;
         let log = LogFlags { verbose: 0, quiet: true, file: LoggingFlags::default() };
-        let findings = verify_mount(&mountpoint, &[], 16 << 10, &log)?;
+        let findings = verify_mount(&mountpoint, 16 << 10, &log)?;
         findings.verdict()?;
         output::print(&format!("4. ckfs verify {}: {}, no difference\n\n", mountpoint.display(), findings.summary()))?;
         output::print(&next(self.keep, &mountpoint))?;

@@ -200,10 +200,8 @@ impl PlanCommand {
             return Ok(());
         }
         let [only] = config.views.as_mut_slice() else {
-            return Err(Usage(
-                "--mesh several times: expected one view, found several in the configuration".to_owned(),
-            )
-            .into());
+            let text = "--mesh several times: expected one view, found several in the configuration";
+            return Err(Usage(text.to_owned()).into());
         };
         let mesh = SETTINGS.iter().find(|setting| setting.name == "mesh").context("the setting of a mesh")?;
         let mut views = vec![only.clone()];

@@ -120,7 +120,7 @@ impl RunCommand {
         let config = config?;
         let signals = Signals::block()?;
         let place = RunDirectory::make()?;
-        let watch = Signals::end_at_signal(&place)?;
+        let made = Signals::end_at_signal(&place)?;
         let name = config.source.clone().unwrap_or_default();
         let options = MountOptions::of(&config.mount, &name);
         let program = env::current_exe().context("path of this program")?;
@@ -129,7 +129,7 @@ impl RunCommand {
         let started = start_attached(&program, args, &device, limit).inspect_err(|_| private.end())?;
         // The daemon's copy is the only one from now on: with it the connection ends.
         drop(device);
-        watch.stop();
+        made();
         let mut daemon = Daemon(Some(pid(started.pid)));
         // A child that is gone already shows by its exit code.
         let _ = private.go();
@@ -226,19 +226,6 @@ impl Drop for RunDirectory {
 /// The signals that this process handles, blocked in all its threads.
 struct Signals(SignalFd);
 
-/// Ends the process at a signal until it is stopped.
-struct Watch {
-    stop: io::PipeWriter,
-    thread: thread::JoinHandle<()>,
-}
-
-impl Watch {
-    fn stop(self) {
-        drop(self.stop);
-        let _ = self.thread.join();
-    }
-}
-
 impl Signals {
     fn block() -> anyhow::Result<Self> {
         let set: SigSet = FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect();
@@ -254,8 +241,9 @@ impl Signals {
         Some((signal, info))
     }
 
-    /// While the mount is made, which may take long, a signal ends this process. The other processes end with it.
-    fn end_at_signal(place: &RunDirectory) -> anyhow::Result<Watch> {
+    /// While the mount is made, which may take long, a signal ends this process. The other processes end with it. To be
+    /// called when it is made: what is returned.
+    fn end_at_signal(place: &RunDirectory) -> anyhow::Result<impl FnOnce() + use<>> {
         let (stopped, stop) = io::pipe().context("pipe")?;
         let (signals, path) = (Signals::block()?, place.path.clone());
         let thread = thread::Builder::new().name("ckfs-signals".into()).spawn(move || {
@@ -277,7 +265,11 @@ impl Signals {
                 }
             }
         });
-        Ok(Watch { stop, thread: thread.context("start a thread")? })
+        let thread = thread.context("start a thread")?;
+        Ok(move || {
+            drop(stop);
+            let _ = thread.join();
+        })
     }
 
     /// Waits for the command and forwards signals to it. Its exit code.

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, anyhow};
 use ckfs_checkpoint::Checkpoint;
-use ckfs_config::ByteCount;
+use ckfs_config::{ByteCount, Config};
 use ckfs_image::{FileImage, Segment};
 use ckfs_plan::report::{human_bytes, percent};
 use ckfs_read::reference::{Evaluator, KnownScales};
@@ -153,17 +153,16 @@ impl Verify {
             if config.mount.steps.is_some() {
                 return self.verify_mounted_steps(mount, amount, log);
             }
-            return self.tell(&verify(&open::volume(&mut config)?, Some(mount), &self.only, amount, log)?);
+            return self.tell(&verify(&mut config, Some(mount), &self.only, amount, log)?);
         }
         let mut config = open::source_config(target, &self.flags)?;
         let Some(wanted) = config.mount.steps else {
-            return self.tell(&verify(&open::volume(&mut config)?, None, &self.only, amount, log)?);
+            return self.tell(&verify(&mut config, None, &self.only, amount, log)?);
         };
         let mut all = Vec::new();
         for (step, mut config) in steps::selected(&config, wanted)? {
-            let of_step = || format!("step {}", step.number);
-            let volume = open::volume(&mut config).with_context(of_step)?;
-            all.push((step.number, verify(&volume, None, &self.only, amount, log).with_context(of_step)?));
+            let found = verify(&mut config, None, &self.only, amount, log);
+            all.push((step.number, found.with_context(|| format!("step {}", step.number))?));
         }
         self.tell_steps(&all)
     }
@@ -181,8 +180,7 @@ impl Verify {
             let step = mount.join(number.to_string());
             let of_step = || format!("step {number}");
             let mut config = open::shown_config(&step).with_context(of_step)?;
-            let volume = open::volume(&mut config).with_context(of_step)?;
-            all.push((number, verify(&volume, Some(&step), &self.only, amount, log).with_context(of_step)?));
+            all.push((number, verify(&mut config, Some(&step), &self.only, amount, log).with_context(of_step)?));
         }
         self.tell_steps(&all)
     }
@@ -226,28 +224,27 @@ impl Verify {
 ///
 /// # Errors
 /// Source or configuration are not readable. Differences are in the result.
-pub(super) fn verify_mount(mount: &Path, only: &[String], amount: u64, log: &LogFlags) -> anyhow::Result<Verification> {
-    let mut config = open::shown_config(mount)?;
-    let volume = open::volume(&mut config)?;
-    verify(&volume, Some(mount), only, amount, log)
+pub(super) fn verify_mount(mount: &Path, amount: u64, log: &LogFlags) -> anyhow::Result<Verification> {
+    verify(&mut open::shown_config(mount)?, Some(mount), &[], amount, log)
 }
 
 fn verify(
-    volume: &Volume,
+    config: &mut Config,
     mount: Option<&Path>,
     only: &[String],
     amount: u64,
     log: &LogFlags,
 ) -> anyhow::Result<Verification> {
-    let nodes = tree::select(volume, only, "verify", &|node| node.attr.kind == NodeKind::File)?;
+    let volume = open::volume(config)?;
+    let nodes = tree::select(&volume, only, "verify", &|node| node.attr.kind == NodeKind::File)?;
     let bar = bar(nodes.iter().map(|node| node.attr.size_bytes.min(amount)).fold(0, u64::saturating_add), log);
     let (findings, scales) = (Verification::default(), KnownScales::default());
     nodes.par_iter().try_for_each(|node| {
-        let result = verify_file(volume, mount, node, amount, (&findings, &scales), &bar);
+        let result = verify_file(&volume, mount, node, amount, (&findings, &scales), &bar);
         bar.inc(node.attr.size_bytes.min(amount));
         result.with_context(|| node.path.clone())
     })?;
-    ckfs_service::check_sources(volume)?;
+    ckfs_service::check_sources(&volume)?;
     bar.finish_and_clear();
     Ok(findings)
 }

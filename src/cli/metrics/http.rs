@@ -67,27 +67,25 @@ pub(super) fn serve(listener: &TcpListener, page: &Arc<Page>) {
     }
 }
 
-/// What a request is answered with.
-#[derive(Debug, PartialEq, Eq)]
-enum Answer {
-    Page { with_body: bool },
-    NotFound,
-    WrongMethod,
-    Malformed,
-    TooLarge,
-}
+/// A request that does not get the page: the status, and a text.
+type Refusal = (&'static str, &'static str);
+
+const NOT_FOUND: Refusal = ("404 Not Found", "the metrics are at /metrics\n");
+const WRONG_METHOD: Refusal = ("405 Method Not Allowed", "expected GET or HEAD\n");
+const MALFORMED: Refusal = ("400 Bad Request", "expected a request of HTTP/1\n");
+const TOO_LARGE: Refusal = ("431 Request Header Fields Too Large", "expected at most 8 KiB\n");
 
 /// Reads a request and answers it.
 fn answer(mut stream: &TcpStream, page: &Page) -> io::Result<()> {
     stream.set_write_timeout(Some(REQUEST_LIMIT))?;
     let until = Instant::now() + REQUEST_LIMIT;
     let mut request = Vec::new();
-    let answer = loop {
+    let judged = loop {
         if let Some(end) = request.windows(4).position(|bytes| bytes == b"\r\n\r\n") {
             break judge(&request[..end]);
         }
         if request.len() >= REQUEST_BYTES_MAX {
-            break Answer::TooLarge;
+            break Err(TOO_LARGE);
         }
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -100,14 +98,11 @@ fn answer(mut stream: &TcpStream, page: &Page) -> io::Result<()> {
             len => request.extend_from_slice(&part[..len]),
         }
     };
-    let (status, body, with_body) = match answer {
-        Answer::Page { with_body } => ("200 OK", page(), with_body),
-        Answer::NotFound => ("404 Not Found", "the metrics are at /metrics\n".to_owned(), true),
-        Answer::WrongMethod => ("405 Method Not Allowed", "expected GET or HEAD\n".to_owned(), true),
-        Answer::Malformed => ("400 Bad Request", "expected a request of HTTP/1\n".to_owned(), true),
-        Answer::TooLarge => ("431 Request Header Fields Too Large", "expected at most 8 KiB\n".to_owned(), true),
+    let (status, body, with_body) = match judged {
+        Ok(with_body) => ("200 OK", page(), with_body),
+        Err((status, text)) => (status, text.to_owned(), true),
     };
-    let allow = if answer == Answer::WrongMethod { "Allow: GET, HEAD\r\n" } else { "" };
+    let allow = if judged == Err(WRONG_METHOD) { "Allow: GET, HEAD\r\n" } else { "" };
     let mut reply = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {}\r\n{allow}Connection: close\r\n\r\n",
         body.len()
@@ -125,23 +120,19 @@ fn answer(mut stream: &TcpStream, page: &Page) -> io::Result<()> {
     Ok(())
 }
 
-/// Judges a request by its line; headers mean nothing here.
-fn judge(request: &[u8]) -> Answer {
+/// Judges a request by its line; headers mean nothing here. Whether the page is sent, or its headers alone.
+fn judge(request: &[u8]) -> Result<bool, Refusal> {
     let line = request.split(|byte| *byte == b'\r').next().unwrap_or_default();
-    let Ok(line) = std::str::from_utf8(line) else { return Answer::Malformed };
+    let Ok(line) = std::str::from_utf8(line) else { return Err(MALFORMED) };
     let words: Vec<&str> = line.split(' ').collect();
-    let [method, target, version] = words[..] else { return Answer::Malformed };
+    let [method, target, version] = words[..] else { return Err(MALFORMED) };
     if !version.starts_with("HTTP/1.") || method.is_empty() {
-        return Answer::Malformed;
+        return Err(MALFORMED);
     }
     if !matches!(method, "GET" | "HEAD") {
-        return Answer::WrongMethod;
+        return Err(WRONG_METHOD);
     }
-    if target.split('?').next() == Some("/metrics") {
-        Answer::Page { with_body: method == "GET" }
-    } else {
-        Answer::NotFound
-    }
+    if target.split('?').next() == Some("/metrics") { Ok(method == "GET") } else { Err(NOT_FOUND) }
 }
 
 #[cfg(test)]
@@ -151,18 +142,18 @@ mod tests {
     #[test]
     fn requests_are_judged_by_their_line() {
         for (request, expected) in [
-            ("GET /metrics HTTP/1.1\r\nHost: x", Answer::Page { with_body: true }),
-            ("HEAD /metrics?x=1 HTTP/1.0", Answer::Page { with_body: false }),
-            ("GET / HTTP/1.1", Answer::NotFound),
-            ("GET /metrics/ HTTP/1.1", Answer::NotFound),
-            ("POST /metrics HTTP/1.1", Answer::WrongMethod),
-            ("GET /metrics", Answer::Malformed),
-            ("GET /metrics HTTP/2", Answer::Malformed),
-            ("", Answer::Malformed),
-            ("GET  /metrics HTTP/1.1", Answer::Malformed),
+            ("GET /metrics HTTP/1.1\r\nHost: x", Ok(true)),
+            ("HEAD /metrics?x=1 HTTP/1.0", Ok(false)),
+            ("GET / HTTP/1.1", Err(NOT_FOUND)),
+            ("GET /metrics/ HTTP/1.1", Err(NOT_FOUND)),
+            ("POST /metrics HTTP/1.1", Err(WRONG_METHOD)),
+            ("GET /metrics", Err(MALFORMED)),
+            ("GET /metrics HTTP/2", Err(MALFORMED)),
+            ("", Err(MALFORMED)),
+            ("GET  /metrics HTTP/1.1", Err(MALFORMED)),
         ] {
             assert_eq!(judge(request.as_bytes()), expected, "{request}");
         }
-        assert_eq!(judge(b"\xff\xfe x y"), Answer::Malformed);
+        assert_eq!(judge(b"\xff\xfe x y"), Err(MALFORMED));
     }
 }
