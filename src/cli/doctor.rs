@@ -22,6 +22,7 @@ use ckfs_tensor::DType;
 use ckfs_volume::readers_of;
 use clap::Args;
 use nix::{sys::utsname::uname, unistd::geteuid};
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::{
@@ -47,7 +48,8 @@ pub(super) struct Doctor {
     json: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 enum Verdict {
     Ok,
     Warn,
@@ -65,7 +67,7 @@ impl Verdict {
 }
 
 /// One examined property of the host.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 struct Check {
     name: &'static str,
     state: Verdict,
@@ -532,15 +534,7 @@ impl Doctor {
         checks.push(hub_cache());
         checks.extend(mounts());
         if self.json {
-            let rows: Vec<Value> = checks
-                .iter()
-                .map(|check| {
-                    json!({
-                        "name": check.name, "state": check.state.name(), "found": check.found, "advice": check.advice,
-                    })
-                })
-                .collect();
-            output::print_json(&json!({ "checks": rows }))?;
+            output::print_json(&json!({ "checks": checks }))?;
         } else {
             let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
             let mut text = String::new();

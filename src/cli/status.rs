@@ -307,10 +307,9 @@ fn lines(mounts: &[Value]) -> String {
         })
         .collect();
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: [usize; 5] = [0, 1, 2, 3, 4].map(width);
+    let [first, second, third, fourth, fifth] = [0, 1, 2, 3, 4].map(width);
     let mut text = String::new();
     for (mount, [mountpoint, health, shown, served, version, source]) in mounts.iter().zip(&rows) {
-        let [first, second, third, fourth, fifth] = widths;
         let served = format!("{served:>fourth$} served");
         let line =
             format!("{mountpoint:first$}  {health:second$}  {shown:third$}  {served}  {version:fifth$}  {source}");

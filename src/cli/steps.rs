@@ -1,6 +1,6 @@
 //! The steps of a run, for the commands that go through them.
 
-use std::{fmt::Write as _, path::Path};
+use std::{fmt::Write as _, iter, path::Path};
 
 use anyhow::anyhow;
 use ckfs_checkpoint::{printable, runs::StepKind};
@@ -89,13 +89,12 @@ fn state(step: &ListedStep) -> String {
 pub(super) fn table(steps: &[ListedStep]) -> String {
     let size =
         |step: &ListedStep| step.measure.as_ref().map_or_else(|| "-".to_owned(), |found| human_bytes(found.bytes));
-    let rows: Vec<[String; 4]> =
-        steps.iter().map(|step| [step.number.to_string(), step.kind.to_string(), size(step), state(step)]).collect();
-    let width = |column: usize, name: &str| {
-        rows.iter().map(|row| row[column].chars().count()).chain([name.len()]).max().unwrap_or(0)
-    };
-    let (number, kind, bytes) = (width(0, "step"), width(1, "kind"), width(2, "size"));
-    let mut text = format!("  {:>number$}  {:<kind$}  {:>bytes$}  state\n", "step", "kind", "size");
+    let row = |step: &ListedStep| [step.number.to_string(), step.kind.to_string(), size(step), state(step)];
+    let header = ["step", "kind", "size", "state"].map(str::to_owned);
+    let rows: Vec<[String; 4]> = iter::once(header).chain(steps.iter().map(row)).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let [number, kind, bytes] = [0, 1, 2].map(width);
+    let mut text = String::new();
     for [step, of_kind, size, state] in &rows {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "  {step:>number$}  {of_kind:<kind$}  {size:>bytes$}  {state}");

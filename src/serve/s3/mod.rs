@@ -212,7 +212,9 @@ impl BucketRouter {
                     ObjectQuestion::Attributes(asked) => {
                         xml::attributes(&asked, &FileVersion::of_bytes(&bytes), bytes.len() as u64)
                     }
-                    asked => object_reply(file_reply::of_bytes(&key, &bytes, method, headers), &asked, &key),
+                    asked @ (ObjectQuestion::Bytes | ObjectQuestion::FirstPart) => {
+                        object_reply(file_reply::of_bytes(&key, &bytes, method, headers), &asked, &key)
+                    }
                 });
             }
             Err(NoPlace::Node(reason)) => return Err(no_node(reason)),
