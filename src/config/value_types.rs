@@ -269,58 +269,6 @@ const INT4_GROUP_MAX: u64 = 1 << 16;
 /// Schemes that need data to calibrate, and so are no function of the weights.
 const CALIBRATED: [&str; 5] = ["gptq", "awq", "smoothquant", "autoround", "spinquant"];
 
-/// A part of a model that is shown alone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ModelPart {
-    /// The text model.
-    Text,
-    /// The tower for images.
-    Vision,
-    /// The tower for sound.
-    Audio,
-    /// The encoder.
-    Encoder,
-    /// What predicts further tokens.
-    Mtp,
-    /// The same, with the embedding and the head that it shares with the model.
-    Draft,
-}
-
-impl Choice for ModelPart {
-    const WHAT: &'static str = "part";
-    const WORDS: &'static [(&'static str, Self)] = &[
-        ("text", Self::Text),
-        ("vision", Self::Vision),
-        ("audio", Self::Audio),
-        ("encoder", Self::Encoder),
-        ("mtp", Self::Mtp),
-        ("draft", Self::Draft),
-    ];
-}
-
-/// The form in which codes that are stored already are shown.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Requantize {
-    /// That of compressed-tensors.
-    CompressedTensors,
-    /// That of `ModelOpt`.
-    ModelOpt,
-    /// That of DeepSeek and transformers for 8-bit floats in blocks.
-    Fp8,
-    /// That of gpt-oss.
-    Mxfp4,
-}
-
-impl Choice for Requantize {
-    const WHAT: &'static str = "form of codes";
-    const WORDS: &'static [(&'static str, Self)] = &[
-        ("keep:compressed-tensors", Self::CompressedTensors),
-        ("keep:modelopt", Self::ModelOpt),
-        ("keep:fp8", Self::Fp8),
-        ("keep:mxfp4", Self::Mxfp4),
-    ];
-}
-
 impl SettingValue for Quantize {
     fn from_word(text: &str) -> Result<Self, String> {
         if let Some((_, scheme)) = Self::WORDS.iter().find(|(word, _)| *word == text) {
@@ -370,36 +318,6 @@ impl Quantize {
     }
 }
 
-/// The type of the matrices of a GGUF file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GgufType {
-    /// F32.
-    F32,
-    /// F16.
-    F16,
-    /// BF16.
-    Bf16,
-    /// Blocks of 32 integers of 8 bits with a scale.
-    Q8_0,
-}
-
-impl GgufType {
-    const WORDS: [(&'static str, Self); 4] =
-        [("f32", Self::F32), ("f16", Self::F16), ("bf16", Self::Bf16), ("q8_0", Self::Q8_0)];
-}
-
-impl SettingValue for GgufType {
-    fn from_word(text: &str) -> Result<Self, String> {
-        let found = Self::WORDS.iter().find(|(word, _)| *word == text);
-        found.map(|(_, of)| *of).ok_or_else(|| format!("gguf_type: expected f32, f16, bf16 or q8_0, found {text:?}"))
-    }
-
-    fn to_toml(&self) -> Result<toml::Value, String> {
-        let word = Self::WORDS.iter().find(|(_, of)| of == self).map_or("", |(word, _)| word);
-        Ok(word.into())
-    }
-}
-
 impl SettingValue for Dequantize {
     fn from_word(text: &str) -> Result<Self, String> {
         if text == "own" {
@@ -434,6 +352,98 @@ impl SettingValue for Dequantize {
     }
 }
 
+/// Enums of words: each choice with its word, and each list with its name for messages.
+macro_rules! choices {
+    ($($(#[$meta:meta])* pub enum $name:ident: $what:literal {
+        $($(#[$of:meta])* $choice:ident = $word:literal,)*
+    })*) => {$(
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum $name { $($(#[$of])* $choice,)* }
+
+        impl Choice for $name {
+            const WHAT: &'static str = $what;
+            const WORDS: &'static [(&'static str, Self)] = &[$(($word, Self::$choice)),*];
+        }
+    )*};
+}
+
+choices! {
+    /// A part of a model that is shown alone.
+    pub enum ModelPart: "part" {
+        /// The text model.
+        Text = "text",
+        /// The tower for images.
+        Vision = "vision",
+        /// The tower for sound.
+        Audio = "audio",
+        /// The encoder.
+        Encoder = "encoder",
+        /// What predicts further tokens.
+        Mtp = "mtp",
+        /// The same, with the embedding and the head that it shares with the model.
+        Draft = "draft",
+    }
+
+    /// The form in which codes that are stored already are shown.
+    pub enum Requantize: "form of codes" {
+        /// That of compressed-tensors.
+        CompressedTensors = "keep:compressed-tensors",
+        /// That of `ModelOpt`.
+        ModelOpt = "keep:modelopt",
+        /// That of DeepSeek and transformers for 8-bit floats in blocks.
+        Fp8 = "keep:fp8",
+        /// That of gpt-oss.
+        Mxfp4 = "keep:mxfp4",
+    }
+
+    /// The type of the matrices of a GGUF file.
+    pub enum GgufType: "gguf_type" {
+        /// F32.
+        F32 = "f32",
+        /// F16.
+        F16 = "f16",
+        /// BF16.
+        Bf16 = "bf16",
+        /// Blocks of 32 integers of 8 bits with a scale.
+        Q8_0 = "q8_0",
+    }
+
+    /// Whether the bytes that the listed devices will read are fetched from remote sources before they are read.
+    #[derive(Default)]
+    pub enum Prefetch: "prefetch" {
+        /// If `--devices` lists a part of the mesh.
+        #[default]
+        Auto = "auto",
+        /// Always.
+        On = "on",
+        /// Never.
+        Off = "off",
+    }
+
+    /// What is done with the cache of the Hugging Face Hub's own client.
+    #[derive(Default)]
+    pub enum HfCache: "use of the Hugging Face cache" {
+        /// It is read.
+        #[default]
+        Read = "read",
+        /// Complete, verified files of the Hub are placed there too.
+        Share = "share",
+    }
+
+    /// Treatment of an output head that is the embedding.
+    #[derive(Default)]
+    pub enum Tied: "tied" {
+        /// As an alias in the raw tree of the layout canonical; bundles and `hf/` hold each weight once.
+        #[default]
+        Auto = "auto",
+        /// As a separate tensor everywhere, also in bundles and `hf/`.
+        Alias = "alias",
+        /// Not at all, unless the repository stores it and its configuration does not say that it is the embedding.
+        Absent = "absent",
+    }
+}
+
 impl Choice for Duplicates {
     const WHAT: &'static str = "treatment of duplicates";
     const WORDS: &'static [(&'static str, Self)] =
@@ -444,38 +454,6 @@ impl Choice for SourceIo {
     const WHAT: &'static str = "source I/O";
     const WORDS: &'static [(&'static str, Self)] =
         &[("auto", Self::Auto), ("mmap", Self::Mmap), ("pread", Self::Pread)];
-}
-
-/// Whether the bytes that the listed devices will read are fetched from remote sources before they are read.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Prefetch {
-    /// If `--devices` lists a part of the mesh.
-    #[default]
-    Auto,
-    /// Always.
-    On,
-    /// Never.
-    Off,
-}
-
-impl Choice for Prefetch {
-    const WHAT: &'static str = "prefetch";
-    const WORDS: &'static [(&'static str, Self)] = &[("auto", Self::Auto), ("on", Self::On), ("off", Self::Off)];
-}
-
-/// What is done with the cache of the Hugging Face Hub's own client.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum HfCache {
-    /// It is read.
-    #[default]
-    Read,
-    /// Complete, verified files of the Hub are placed there too.
-    Share,
-}
-
-impl Choice for HfCache {
-    const WHAT: &'static str = "use of the Hugging Face cache";
-    const WORDS: &'static [(&'static str, Self)] = &[("read", Self::Read), ("share", Self::Share)];
 }
 
 /// The tensor files to materialize, and where. A materialized file is made once, completely, and the kernel reads it by
@@ -558,24 +536,6 @@ impl SettingValue for MergedLora {
             dir.rebase(base);
         }
     }
-}
-
-/// Treatment of an output head that is the embedding.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Tied {
-    /// As an alias in the raw tree of the layout canonical; bundles and `hf/` hold each weight once.
-    #[default]
-    Auto,
-    /// As a separate tensor everywhere, also in bundles and `hf/`.
-    Alias,
-    /// Not at all, unless the repository stores it and its configuration does not say that it is the embedding.
-    Absent,
-}
-
-impl Choice for Tied {
-    const WHAT: &'static str = "tied";
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("auto", Self::Auto), ("alias", Self::Alias), ("absent", Self::Absent)];
 }
 
 /// Sharding of tensors that no rule matches, or a file with rules.
