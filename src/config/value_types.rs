@@ -129,21 +129,17 @@ impl SettingValue for LayoutChoice {
     }
 }
 
-/// The float type of a word. Else the hint at the float type, or at the `other` accepted word, that the word resembles.
-///
-/// # Errors
-/// The hint, if there is one.
-pub fn float_of(text: &str, other: &str) -> Result<DType, Option<String>> {
-    match DType::from_user(text) {
-        Some(dtype) if dtype.is_float() => Ok(dtype),
-        Some(_) => Err(None),
-        None => {
-            let floats = DType::ALL.iter().filter(|dtype| dtype.is_float());
-            let names: Vec<String> =
-                floats.flat_map(|dtype| [dtype.code().to_ascii_lowercase(), dtype.name().to_owned()]).collect();
-            Err(did_you_mean("dtype", text, names.iter().map(String::as_str).chain([other])))
-        }
-    }
+/// The float type of a word of this setting. The `other` accepted word is one for messages.
+fn float_of(text: &str, setting: &str, other: &str) -> Result<DType, String> {
+    let found = DType::from_user(text);
+    found.filter(|dtype| dtype.is_float()).ok_or_else(|| {
+        let floats = DType::ALL.iter().filter(|dtype| dtype.is_float());
+        let names: Vec<String> =
+            floats.flat_map(|dtype| [dtype.code().to_ascii_lowercase(), dtype.name().to_owned()]).collect();
+        let near = did_you_mean("dtype", text, names.iter().map(String::as_str).chain([other]));
+        let expected = || format!("{setting}: expected {other} or a float type such as bf16, found {text:?}");
+        near.filter(|_| found.is_none()).unwrap_or_else(expected)
+    })
 }
 
 /// A requested dtype.
@@ -172,12 +168,7 @@ impl DtypeChoice {
 
 impl SettingValue for DtypeChoice {
     fn from_word(text: &str) -> Result<Self, String> {
-        if text == "keep" {
-            return Ok(Self::Keep);
-        }
-        float_of(text, "keep").map(Self::Cast).map_err(|near| {
-            near.unwrap_or_else(|| format!("dtype: expected keep or a float type such as bf16, found {text:?}"))
-        })
+        if text == "keep" { Ok(Self::Keep) } else { float_of(text, "dtype", "keep").map(Self::Cast) }
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
@@ -320,12 +311,7 @@ impl Quantize {
 
 impl SettingValue for Dequantize {
     fn from_word(text: &str) -> Result<Self, String> {
-        if text == "own" {
-            return Ok(Self::Own);
-        }
-        float_of(text, "own").map(Self::To).map_err(|near| {
-            near.unwrap_or_else(|| format!("dequantize: expected own or a float type such as bf16, found {text:?}"))
-        })
+        if text == "own" { Ok(Self::Own) } else { float_of(text, "dequantize", "own").map(Self::To) }
     }
 
     /// `true` is the flag without a type.

@@ -842,7 +842,7 @@ fn malformed_files_are_refused_with_their_lines() {
         ("name = 'x'\n[[leaf]]\nto = 'a'", "my.toml:3: without a single source there must be a view"),
         ("name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 3", "my.toml:4: expected the name of a tensor, or a table of names"),
         ("name = 'x'\n[[place]]\ngroup = 'g'", "my.toml:3: there is no group \"g\""),
-        ("name = 'x'\ndtype = 'i32'", "my.toml:2: expected keep or a float type such as bf16, found \"i32\""),
+        ("name = 'x'\ndtype = 'i32'", "my.toml:2: dtype: expected keep or a float type such as bf16, found \"i32\""),
         ("name = 'x'\nrules = 'mine'", "my.toml:2: rules: expected \"maxtext\", found \"mine\""),
         (
             "name = 'x'\n[[leaf]]\nto = 'a'\nfrom = 'b{l}'\nstack = [{ var = 'l', over = '3' }]",

@@ -203,7 +203,7 @@ impl LeafViews<'_> {
             making.found.push(id);
             let found = self.scope.checkpoint.tensor(id).name;
             let dtype = match &leaf.dtype {
-                Some(dtype) => dtype.it.stored(),
+                Some(dtype) => dtype.it.dtype(),
                 None => self.values.dtype_of(id, &[found, &source, &making.name]),
             };
             let view = self.values.view(id, dtype).map_err(LeafFailure::Source)?;

@@ -88,6 +88,7 @@ mod targets;
 
 use std::{collections::BTreeMap, sync::Arc};
 
+use ckfs_config::DtypeChoice;
 use ckfs_tensor::DType;
 use serde::Deserialize;
 
@@ -168,7 +169,7 @@ pub(super) struct LeafRule {
     /// Whether another leaf holds the same elements.
     #[serde(default)]
     pub copy: bool,
-    pub dtype: Option<AtLine<LeafDtype>>,
+    pub dtype: Option<AtLine<DtypeChoice>>,
     pub tp: Option<usize>,
     pub experts: Option<usize>,
 }
@@ -209,22 +210,6 @@ pub(super) struct Ignore {
     pub each: Each,
 }
 
-/// The dtype of a single leaf.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LeafDtype {
-    /// The source's type.
-    Source,
-    /// This type.
-    As(DType),
-}
-
-impl LeafDtype {
-    /// The type, if it is not the source's.
-    fn stored(self) -> Option<DType> {
-        if let Self::As(dtype) = self { Some(dtype) } else { None }
-    }
-}
-
 /// A condition that must or should hold, and the message if it does not.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -257,7 +242,7 @@ pub struct LayoutFile {
     #[serde(default)]
     pub(crate) model_types: Vec<String>,
     /// Dtype of floats where the user asks for none.
-    dtype: Option<AtLine<LeafDtype>>,
+    dtype: Option<AtLine<DtypeChoice>>,
     /// Whether each tensor is one file named by its whole dotted name.
     #[serde(default)]
     pub(crate) flat: bool,
@@ -344,7 +329,7 @@ pub struct Allowed {
 impl LayoutFile {
     /// Dtype of floats where the user asks for none.
     pub(super) fn dtype(&self) -> Option<DType> {
-        self.dtype.as_ref().and_then(|dtype| dtype.it.stored())
+        self.dtype.as_ref().and_then(|dtype| dtype.it.dtype())
     }
 
     /// This file as one in the program.

@@ -3,7 +3,7 @@
 
 use std::{cell::RefCell, collections::BTreeMap, sync::Arc};
 
-use ckfs_config::{did_you_mean, float_of};
+use ckfs_config::{DtypeChoice, did_you_mean, value::SettingValue};
 use serde::{Deserialize, Deserializer};
 use toml::Spanned;
 
@@ -13,7 +13,7 @@ use super::{
         logical::LogicalRules,
         problem::{PlanError, Problem},
     },
-    AtLine, Extents, Groups, LayoutFile, LeafDtype, LeafRule, Placement, Sources, Span,
+    AtLine, Extents, Groups, LayoutFile, LeafRule, Placement, Sources, Span,
     names::{UnknownName, unknown_names},
     place,
 };
@@ -93,21 +93,14 @@ impl<'de, T: Meaning> Deserialize<'de> for AtLine<T> {
     }
 }
 
-impl<'de> Deserialize<'de> for AtLine<LeafDtype> {
+impl<'de> Deserialize<'de> for AtLine<DtypeChoice> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = Spanned::<String>::deserialize(deserializer)?;
-        let (at, word) = (span(&text), text.get_ref());
-        if word == "keep" {
-            return Ok(Self { it: LeafDtype::Source, at });
-        }
-        let it = float_of(word, "keep").map_or_else(
-            |near| {
-                let other = || format!("expected keep or a float type such as bf16, found {word:?}");
-                MALFORMED.with_borrow_mut(|all| all.push((at, Malformed::Other(near.unwrap_or_else(other)))));
-                LeafDtype::Source
-            },
-            LeafDtype::As,
-        );
+        let at = span(&text);
+        let it = DtypeChoice::from_word(text.get_ref()).unwrap_or_else(|reason| {
+            MALFORMED.with_borrow_mut(|all| all.push((at, Malformed::Other(reason))));
+            DtypeChoice::Keep
+        });
         Ok(Self { it, at })
     }
 }
