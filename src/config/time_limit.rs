@@ -3,9 +3,7 @@
 
 use std::{fmt, ops::RangeInclusive, str::FromStr, time::Duration};
 
-use serde::Deserialize;
-
-use super::value::{Fault, SettingValue, Toml, read_as};
+use super::value::{Fault, SettingValue, Toml, read_word};
 
 /// Longest limit: a year. A longer one is a typing error.
 const LONGEST: Duration = Duration::from_hours(365 * 24);
@@ -103,16 +101,7 @@ impl<const LEAST_MS: u64> SettingValue for BoundedTime<LEAST_MS> {
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        #[derive(Deserialize)]
-        #[serde(untagged, expecting = "expected a number of seconds, or a time such as \"5s\", \"500ms\" or \"2min\"")]
-        enum Either {
-            Seconds(u64),
-            Text(String),
-        }
-        read_as(value, |either| match either {
-            Either::Seconds(seconds) => seconds.to_string().parse(),
-            Either::Text(text) => text.parse(),
-        })
+        read_word(value, "a number of seconds, or a time such as \"5s\", \"500ms\" or \"2min\"")
     }
 }
 

@@ -146,6 +146,14 @@ pub(super) fn read_as<K: DeserializeOwned, T>(
     read(deserialize(value)?).map_err(|reason| Fault { at, reason })
 }
 
+/// Reads a number or a text as a word; `expected` are these, for messages.
+pub(super) fn read_word<T: SettingValue>(value: Toml<'_>, expected: &str) -> Result<T, Fault> {
+    let at = value.span();
+    let number = deserialize::<u64>(value.clone()).map(|number| number.to_string());
+    let word = number.or_else(|_| deserialize::<String>(value)).map_err(|_| format!("expected {expected}"));
+    word.and_then(|word| T::from_word(&word)).map_err(|reason| Fault { at, reason })
+}
+
 /// The field of a setting.
 pub trait SettingField {
     /// The form of its key's value.

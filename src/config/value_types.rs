@@ -3,6 +3,7 @@
 use std::{
     ffi::OsStr,
     fmt::Display,
+    ops::RangeInclusive,
     path::{Path, PathBuf},
     str::FromStr,
     sync::{Arc, LazyLock},
@@ -18,7 +19,7 @@ use super::{
     DEVICES_LISTED_MAX, Mesh,
     layers::parse_range,
     near::did_you_mean,
-    value::{Choice, Fault, KeyForm, Numbers, SettingValue, Toml, deserialize, integer, read_as, rebased},
+    value::{Choice, Fault, KeyForm, Numbers, SettingValue, Toml, deserialize, integer, read_as, read_word, rebased},
 };
 
 /// Most threads that serve requests.
@@ -581,6 +582,16 @@ impl SettingValue for PermissionBits {
     }
 }
 
+/// A whole number in this range; `expected` begins the message if it is none.
+fn within<T: FromStr + PartialOrd + Display>(
+    text: &str,
+    expected: &str,
+    range: RangeInclusive<T>,
+) -> Result<T, String> {
+    let found = text.parse().ok().filter(|number| range.contains(number));
+    found.ok_or_else(|| format!("{expected} {} to {}, found {text}", range.start(), range.end()))
+}
+
 /// The number of a user or group. The greatest 32-bit number is not one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerId(u32);
@@ -590,16 +601,11 @@ impl OwnerId {
     pub fn number(self) -> u32 {
         self.0
     }
-
-    fn try_new(number: u64) -> Result<Self, String> {
-        let id = u32::try_from(number).ok().filter(|id| *id < u32::MAX).map(Self);
-        id.ok_or_else(|| format!("expected the number of a user or group, 0 to {}, found {number}", u32::MAX - 1))
-    }
 }
 
 impl SettingValue for OwnerId {
     fn from_word(text: &str) -> Result<Self, String> {
-        Self::try_new(u64::from_word(text)?)
+        within(text, "expected the number of a user or group,", 0..=u32::MAX - 1).map(Self)
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
@@ -607,7 +613,7 @@ impl SettingValue for OwnerId {
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        read_as(value, Self::try_new)
+        read_as(value, |number: u64| Self::from_word(&number.to_string()))
     }
 }
 
@@ -691,16 +697,7 @@ impl SettingValue for ByteCount {
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        #[derive(Deserialize)]
-        #[serde(untagged, expecting = "expected a number of bytes such as 67108864 or \"64M\"")]
-        enum Either {
-            Number(u64),
-            Text(String),
-        }
-        read_as(value, |either| match either {
-            Either::Number(number) => Ok(Self(number)),
-            Either::Text(text) => text.parse(),
-        })
+        read_word(value, "a number of bytes such as 67108864 or \"64M\"")
     }
 }
 
@@ -713,21 +710,11 @@ impl ThreadCount {
     pub fn count(self) -> usize {
         usize::from(self.0)
     }
-
-    fn try_new(found: u64) -> Result<Self, String> {
-        let count = u16::try_from(found).ok().filter(|count| (1..=THREADS_MAX).contains(count)).map(Self);
-        count.ok_or_else(|| Self::expected(&found))
-    }
-
-    fn expected(found: &dyn Display) -> String {
-        format!("threads: expected 1 to {THREADS_MAX}, found {found}")
-    }
 }
 
 impl SettingValue for ThreadCount {
     fn from_word(text: &str) -> Result<Self, String> {
-        // Other spellings of a number are shown as they were given.
-        text.parse().ok().and_then(|count| Self::try_new(count).ok()).ok_or_else(|| Self::expected(&text))
+        within(text, "threads: expected", 1..=THREADS_MAX).map(Self)
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
@@ -735,7 +722,7 @@ impl SettingValue for ThreadCount {
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        read_as(value, Self::try_new)
+        read_as(value, |number: u64| Self::from_word(&number.to_string()))
     }
 }
 
