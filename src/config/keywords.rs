@@ -3,10 +3,9 @@
 use toml::de::DeValue;
 
 use super::{
-    near::did_you_mean,
     setting::{Arity, Group, Setting},
     settings::Settings,
-    table::{SETTINGS, former},
+    table::{self, SETTINGS},
     value::{KeyForm, Toml},
 };
 
@@ -67,13 +66,7 @@ fn unknown(name: &str) -> KeywordError {
         };
         return KeywordError::Unknown(format!("the setting `{name}` is {what}"));
     }
-    if let Some(now) = former(name) {
-        return KeywordError::Unknown(format!("the setting {now}"));
-    }
-    let names: Vec<String> = all().map(Setting::option).collect();
-    let near = did_you_mean("setting", name, names.iter().map(String::as_str));
-    let text = near.unwrap_or_else(|| format!("unknown setting `{name}`; there are: {}", names.join(", ")));
-    KeywordError::Unknown(text)
+    KeywordError::Unknown(table::unknown("setting", name, all().map(Setting::option)))
 }
 
 fn read(row: &Setting, settings: &mut Settings, value: &toml::Value) -> Result<(), String> {

@@ -1,23 +1,16 @@
 //! Options of mount(8), `-o NAME=VALUE`: flags with underscores for dashes. And attributes of volumes: keys of the file, all of them words.
 
 use super::{
-    near::did_you_mean,
     setting::{Arity, Group, Setting, SettingScope},
     settings::Settings,
-    table::{SETTINGS, former},
+    table::{SETTINGS, former, unknown},
 };
 
 /// The setting that an option names, and its value as a word.
 fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a str), String> {
     let known = || SETTINGS.iter().filter(|row| row.is_option());
-    let Some(row) = known().find(|row| row.option() == name) else {
-        if let Some(now) = former(name) {
-            return Err(format!("option {now}"));
-        }
-        let names: Vec<String> = known().map(Setting::option).collect();
-        let near = did_you_mean("option", name, names.iter().map(String::as_str));
-        return Err(near.unwrap_or_else(|| format!("unknown option {name:?}; there are: {}", names.join(", "))));
-    };
+    let row = known().find(|row| row.option() == name);
+    let row = row.ok_or_else(|| unknown("option", name, known().map(Setting::option)))?;
     match (row.arity, value) {
         (Arity::Required(_) | Arity::Optional(..), Some(value)) => Ok((row, value)),
         (Arity::Flag(word) | Arity::Optional(_, word), None) => Ok((row, word)),
@@ -110,14 +103,11 @@ pub fn of_attributes<'a>(
     for (name, value) in attributes {
         let is_named = |row: &&Setting| [row.toml_key(), row.option(), row.name.to_owned()].iter().any(|of| of == name);
         let Some(row) = known().find(is_named) else {
-            let names: Vec<String> = known().map(Setting::toml_key).collect();
-            let why = || match SETTINGS.iter().find(is_named) {
+            return Err(match SETTINGS.iter().find(is_named) {
                 Some(row) if row.is_flag => format!("{name}: is no setting of a volume; the node decides it"),
                 Some(_) => format!("{name}: only in a configuration file"),
-                None => did_you_mean("attribute", name, names.iter().map(String::as_str))
-                    .unwrap_or_else(|| format!("unknown attribute {name:?}; there are: {}", names.join(", "))),
-            };
-            return Err(former(name).map_or_else(why, |now| format!("attribute {now}")));
+                None => unknown("attribute", name, known().map(Setting::toml_key)),
+            });
         };
         let words: Vec<&str> = match (row.arity, value) {
             (Arity::Flag(word) | Arity::Optional(_, word), "true") => vec![word],

@@ -3,6 +3,7 @@
 use std::sync::LazyLock;
 
 use super::{
+    near::did_you_mean,
     setting::{
         Arity::{Flag, Optional, Required},
         FieldAccess,
@@ -367,6 +368,16 @@ pub const FORMER: &[(&str, &str)] = &[(
 pub fn former(name: &str) -> Option<String> {
     let (_, now) = FORMER.iter().find(|(former, _)| former.replace('-', "_") == name.replace('-', "_"))?;
     Some(format!("`{name}` {now}"))
+}
+
+/// The message for a name that no `what` has, of which there are these.
+pub(super) fn unknown(what: &str, name: &str, names: impl Iterator<Item = String>) -> String {
+    if let Some(now) = former(name) {
+        return format!("{what} {now}");
+    }
+    let names: Vec<String> = names.collect();
+    let near = did_you_mean(what, name, names.iter().map(String::as_str));
+    near.unwrap_or_else(|| format!("unknown {what} {name:?}; there are: {}", names.join(", ")))
 }
 
 /// The keys of a file in words, for the help.
