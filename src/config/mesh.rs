@@ -28,14 +28,9 @@ pub struct Mesh {
     axes: Vec<MeshAxis>,
 }
 
-/// Why a text is not a mesh, as users read it.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct MeshError(String);
-
 /// The part of a text that is no axis.
-fn malformed(found: &str) -> MeshError {
-    MeshError(format!("mesh: expected name=size, found {found:?}: for example {}", example(found)))
+fn malformed(found: &str) -> String {
+    format!("mesh: expected name=size, found {found:?}: for example {}", example(found))
 }
 
 /// A mesh that may be meant by a text without a size, or without a name.
@@ -55,9 +50,9 @@ impl Mesh {
     /// Reads `fsdp=4,tensor=2`. An empty text is the mesh of one device.
     ///
     /// # Errors
-    /// [`MeshError`].
-    pub fn parse(text: &str) -> Result<Self, MeshError> {
-        let too_large = || MeshError(format!("mesh {text:?} has more than {DEVICES_MAX} devices"));
+    /// Why it is no mesh, as users read it.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let too_large = || format!("mesh {text:?} has more than {DEVICES_MAX} devices");
         let mut axes: Vec<MeshAxis> = Vec::new();
         let mut devices = 1u64;
         let parts = (!text.trim().is_empty()).then(|| text.split([',', ':']));
@@ -74,12 +69,11 @@ impl Mesh {
                 Ok(size) if size > 0 => size,
                 Err(error) if *error.kind() == IntErrorKind::PosOverflow => return Err(too_large()),
                 Ok(_) | Err(_) => {
-                    let reason = format!("mesh axis {name:?}: expected a size of at least 1, found {size:?}");
-                    return Err(MeshError(reason));
+                    return Err(format!("mesh axis {name:?}: expected a size of at least 1, found {size:?}"));
                 }
             };
             if axes.iter().any(|axis| axis.name == name) {
-                return Err(MeshError(format!("mesh axis {name:?} is named twice")));
+                return Err(format!("mesh axis {name:?} is named twice"));
             }
             devices = devices.checked_mul(size).filter(|devices| *devices <= DEVICES_MAX).ok_or_else(too_large)?;
             axes.push(MeshAxis { name: name.to_owned(), size });
@@ -87,9 +81,9 @@ impl Mesh {
         let mesh = Self { axes };
         let longest = mesh.path(devices - 1).join(",").len();
         if longest > LINK_BYTES_MAX {
-            return Err(MeshError(format!(
+            return Err(format!(
                 "the mesh's coordinates take {longest} bytes when written out, at most {LINK_BYTES_MAX} are possible"
-            )));
+            ));
         }
         Ok(mesh)
     }
@@ -135,11 +129,8 @@ impl Mesh {
 
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, axis) in self.axes.iter().enumerate() {
-            let comma = if index == 0 { "" } else { "," };
-            write!(f, "{comma}{}={}", axis.name, axis.size)?;
-        }
-        Ok(())
+        let axes: Vec<String> = self.axes.iter().map(|axis| format!("{}={}", axis.name, axis.size)).collect();
+        f.write_str(&axes.join(","))
     }
 }
 
@@ -165,7 +156,7 @@ mod tests {
             ("fsdp:4", "fsdp:4", "fsdp=4"),
             ("fsdp=2,,tensor=2", "", "fsdp=4,tensor=2"),
         ] {
-            let error = Mesh::parse(text).unwrap_err().to_string();
+            let error = Mesh::parse(text).unwrap_err();
             assert_eq!(error, format!("mesh: expected name=size, found {found:?}: for example {example}"));
         }
         let many: Vec<String> = (0..300).map(|axis| format!("a{axis}=1")).collect();
@@ -178,7 +169,7 @@ mod tests {
             ("../x=2", "mesh: expected name=size, found \"../x=2\": for example fsdp=4,tensor=2"),
             (&many.join(","), "the mesh's coordinates take 1989 bytes when written out, at most 255 are possible"),
         ] {
-            assert_eq!(Mesh::parse(text).unwrap_err().to_string(), expected);
+            assert_eq!(Mesh::parse(text).unwrap_err(), expected);
         }
     }
 }

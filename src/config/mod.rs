@@ -53,7 +53,7 @@ pub use excerpt::excerpt;
 pub use file::{ConfigError, FileSettings};
 pub use layers::LayerRanges;
 pub use merged::{Config, ViewConfig};
-pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis, MeshError};
+pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis};
 pub use near::{did_you_mean, folded, nearest};
 pub use pattern::{Pattern, PatternError};
 pub use rename::Rename;

@@ -98,20 +98,6 @@ impl PartialEq for Pattern {
     }
 }
 
-impl serde::Serialize for Pattern {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&self.text)
-    }
-}
-
-impl std::str::FromStr for Pattern {
-    type Err = PatternError;
-
-    fn from_str(text: &str) -> Result<Self, PatternError> {
-        Self::parse(text)
-    }
-}
-
 impl<'de> serde::Deserialize<'de> for Pattern {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;

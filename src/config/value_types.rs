@@ -39,7 +39,7 @@ fn is_toml(text: &str) -> bool {
 
 impl SettingValue for Mesh {
     fn from_word(text: &str) -> Result<Self, String> {
-        Self::parse(text).map_err(|error| error.to_string())
+        Self::parse(text)
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {

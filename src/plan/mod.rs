@@ -90,6 +90,6 @@ use self::{
     split::{blocks, packed, shard::axis_use, styles, whole},
 };
 pub use ckfs_config::{
-    Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, MeshError, Pattern,
-    PatternError, Rename, ShardRule, Tied, mesh, pattern,
+    Allow, CastRule, DEVICES_LISTED_MAX, Dequantize, LayerRanges, LogicalRule, Mesh, MeshAxis, Pattern, PatternError,
+    Rename, ShardRule, Tied, mesh, pattern,
 };
