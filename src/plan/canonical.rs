@@ -264,7 +264,7 @@ fn named_drafts(
                     *count = (*count).max(expert + 1);
                     single.push((drafts.len(), expert, key));
                 }
-                drafts.push(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None });
+                drafts.push(Draft::new(name, view, roles));
             }
             (Ok(_), None) => {}
             (Err(problem), _) => problems.push(problem),
@@ -635,7 +635,7 @@ fn build(
         let (kind, group) = (named.kind(part), of_kind[part.kind as usize]);
         let expert = part.expert.map(|expert| (expert, experts[group]));
         let roles = Roles { tp: kind.tp, block: kind.block.clone(), experts: kind.experts, expert, ..Roles::default() };
-        Ok(Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None })
+        Ok(Draft::new(name, view, roles))
     };
     let made: Vec<Result<Draft, Box<Problem>>> = named.parts.par_iter().zip(names).map(draft_of).collect();
     let whole = named.parts.iter().zip(&made).filter(|(_, made)| made.is_ok()).map(|(part, _)| part);

@@ -20,6 +20,13 @@ pub struct Draft {
     pub layers: Option<Arc<[u64]>>,
 }
 
+impl Draft {
+    /// A tensor that all bundles hold and that is no stack.
+    pub(super) fn new(name: String, view: View, roles: Roles) -> Self {
+        Self { name, view, roles, bundled: Bundled::ALWAYS, layers: None }
+    }
+}
+
 /// The bundles that hold a tensor. The raw tree holds it in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bundled {

@@ -99,7 +99,7 @@ pub struct Whole {
 }
 
 /// A checkpoint as the user requests to see it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Plan {
     /// The devices.
     pub mesh: Mesh,

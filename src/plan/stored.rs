@@ -6,7 +6,7 @@
 use ckfs_checkpoint::Checkpoint;
 
 use super::{
-    draft::{Bundled, Draft, Roles},
+    draft::{Draft, Roles},
     problem::Problem,
     values::Values,
 };
@@ -82,8 +82,7 @@ pub(super) fn drafts(checkpoint: &Checkpoint, values: &Values<'_>) -> Result<Vec
         let logical = if is_maxtext { logical(info.name, info.shape.len()) } else { None };
         let roles = Roles { by_position: logical.is_none(), logical: logical.unwrap_or_default(), ..Roles::default() };
         let view = values.view(id, values.dtype_of(id, &[info.name])).map_err(|problem| problems.push(problem));
-        let name = info.name.to_owned();
-        drafts.extend(view.map(|view| Draft { name, view, roles, bundled: Bundled::ALWAYS, layers: None }));
+        drafts.extend(view.map(|view| Draft::new(info.name.to_owned(), view, roles)));
     }
     if problems.is_empty() { Ok(drafts) } else { Err(problems) }
 }

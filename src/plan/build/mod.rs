@@ -4,14 +4,14 @@
 //! | --- | --- |
 //! | `select` | [`Selection`]: the selected tensors of the repository, and those of an adapter |
 //! | `choose` | [`ChosenLayout`]: the layout's file, the dtype, the family |
-//! | `draft` | [`Drafted`]: a view for each tensor that the layout makes, and the layout's findings |
+//! | `draft` | a view for each tensor that the layout makes, and the layout's findings in the plan |
 //! | `name` | the drafts that the mount shows, under their names in the mount |
 //! | `split` | [`LogicalRules`], if specs come from logical axes |
 //! | `repository` | the files of `hf/`, while the plan is assembled |
-//! | `assemble` | the [`Plan`], each tensor with its spec |
+//! | `assemble` | the tensors of the [`Plan`], each with its spec |
 //! | `finish` | the files of `hf/` in it, and the warnings |
 //!
-//! [`Selection`], [`ChosenLayout`] and [`Drafted`] are in `stage`, with the first stage; `request` says what is to be decoded.
+//! [`Selection`] and [`ChosenLayout`] are in `stage`, with the first stage; `request` says what is to be decoded.
 //!
 //! The stages collect problems on the way, so that all are reported together. If a later stage needs the value of a
 //! failed stage, the plan ends at that stage.
@@ -21,10 +21,7 @@ mod repository;
 mod request;
 mod stage;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::OnceLock,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use ckfs_checkpoint::{Checkpoint, Container, Storage, TensorInfo};
 use ckfs_config::{MergedLora, ModelPart};
@@ -34,12 +31,12 @@ use hashbrown::HashSet;
 use self::{
     repository::HfFiles,
     request::{asked, decoded, decodes, layout_request, with_dtype_of},
-    stage::{Builder, ChosenLayout, Drafted, Selection, groups_of},
+    stage::{Builder, ChosenLayout, Selection, groups_of},
 };
 use super::{
     DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Pattern, Plan, PlanError,
     Problem, Rename, Sharding, Tied, ViewOptions, Whole, canonical,
-    draft::{Bundled, Roles},
+    draft::Roles,
     embedded::FAMILY,
     expect::{self, Findings},
     experts::{self, orientation::PARAMETER},
@@ -187,7 +184,7 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
     // Rules may match names in the mount, and these names are known only after drafting. Each further round keeps more
     // tensors raw than the one before.
     loop {
-        let mut builder = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
+        let mut builder = Builder { original, options, problems: Vec::new(), plan: Plan::default() };
         let decoded = decoded(original, options, decodes(options, layout_request(options)), &raw)?;
         let wanted = builder.select(decoded.as_ref().unwrap_or(original))?;
         peft::check_unmerged(original, wanted.part(), options)?;
@@ -203,21 +200,20 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
             }
         }
         let values = builder.values(&wanted, &chosen);
-        let mut drafted = builder.draft(&wanted, &chosen, &values);
+        let mut drafts = builder.draft(&wanted, &chosen, &values);
         let quantizer = builder.quantizer(&wanted, &chosen)?;
         if !values.raw().is_empty() {
             raw.extend(values.raw());
             continue;
         }
-        drafted.kept = match &chosen.inverse {
+        builder.plan.kept = match &chosen.inverse {
             Some(inverted) => inverted.kept.clone(),
             None => groups_of(wanted.seen(), values.kept()),
         };
         let is_decoded = |shown: &&Checkpoint| !shown.is_recoded();
-        drafted.dropped =
+        builder.plan.dropped =
             decoded.as_ref().filter(is_decoded).map_or_else(Vec::new, |decoded| dropped(original, decoded));
-        drafted.decoded_config = hf::decoded_config(&values);
-        let mut drafts = std::mem::take(&mut drafted.drafts);
+        builder.plan.decoded_config = hf::decoded_config(&values);
         let meant = names::meant(original, &drafts, &wanted.selected);
         if !meant.is_empty() {
             return built_as_meant(original, options, &meant);
@@ -229,26 +225,26 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
         let drafts = builder.name(drafts, &wanted, &chosen);
         let rules = builder.split(&drafts, &wanted, &chosen);
         let mut drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
-        drafted.whole = builder.keep_whole(&mut drafts, rules.is_some(), &wanted, &chosen);
+        builder.plan.whole = builder.keep_whole(&mut drafts, rules.is_some(), &wanted, &chosen);
         if let Some(quantizer) = &quantizer {
             drafts = quantizer.expand(drafts, &mut builder.problems);
-            drafted.quantized = Some(quantizer.chosen());
+            builder.plan.quantized = Some(quantizer.chosen());
         }
         let is_alike =
             raw.is_empty() && (options.requantize.is_some() || decodes(options, asked(options)) == decoded.is_some());
         if let Some(hf) = builder.generated(&drafts, &wanted, &chosen, quantizer.as_ref()) {
-            let plan = builder.assemble(&wanted, &chosen, drafted, drafts, rules);
-            return builder.finish(plan, hf, &wanted);
+            builder.assemble(&wanted, &chosen, drafts, rules);
+            return builder.finish(hf, &wanted);
         }
         // The files of a repository do not depend on the drafts: both are made at the same time.
-        let mut beside = Builder { original, options, problems: Vec::new(), warnings: Vec::new() };
-        let (hf, plan) = rayon::join(
+        let mut beside = Builder { original, options, problems: Vec::new(), plan: Plan::default() };
+        let (hf, ()) = rayon::join(
             || beside.repository(&wanted, &chosen, is_alike),
-            || builder.assemble(&wanted, &chosen, drafted, drafts, rules),
+            || builder.assemble(&wanted, &chosen, drafts, rules),
         );
         builder.problems.append(&mut beside.problems);
-        builder.warnings.append(&mut beside.warnings);
-        return builder.finish(plan, hf?, &wanted);
+        builder.plan.warnings.append(&mut beside.plan.warnings);
+        return builder.finish(hf?, &wanted);
     }
 }
 
@@ -323,9 +319,9 @@ impl<'a> Builder<'a> {
         Ok(ChosenLayout { file, modules, set, request, family, model, flat, inverse })
     }
 
-    fn draft(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
-        let left_out = wanted.selected.left_out(wanted.original);
-        let mut drafted = match (&chosen.file, &chosen.inverse) {
+    fn draft(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Vec<Draft> {
+        self.plan.left_out = wanted.selected.left_out(wanted.original);
+        let drafts = match (&chosen.file, &chosen.inverse) {
             (Some(file), _) => self.draft_by_rules(file, wanted, chosen, values),
             (None, Some(inverted)) => self.draft_back(inverted, wanted, chosen),
             (None, None) if chosen.modules.is_some() => self.draft_by_modules(wanted, chosen, values),
@@ -333,12 +329,11 @@ impl<'a> Builder<'a> {
             (None, None) if self.options.layout == Layout::Gguf => self.draft_as_gguf(wanted, chosen, values),
             (None, None) => self.draft_by_tables(wanted, chosen, values),
         };
-        drafted.left_out.splice(0..0, left_out);
         // What a torch checkpoint leaves out is no tensor, for the most part; the source's lines list it.
         if self.original.container() == Container::Orbax {
-            drafted.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
+            self.plan.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
         }
-        drafted
+        drafts
     }
 
     /// The values that the layout's drafts have.
@@ -362,11 +357,11 @@ impl<'a> Builder<'a> {
         wanted: &Selection<'_>,
         chosen: &ChosenLayout,
         values: &Values<'_>,
-    ) -> Drafted {
+    ) -> Vec<Draft> {
         let options = self.options;
         let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
         let allowed = layout_file::Allowed { missing, unmapped };
-        let nothing = Drafted { family: Some(file.name.clone()), ..Drafted::default() };
+        self.plan.family = Some(file.name.clone());
         let stored = matches!(options.layout, Layout::File(_)).then(|| wanted.part());
         let resolved = match file.resolve((wanted.seen(), stored), values, &options.mesh, &chosen.set, allowed) {
             Ok(resolved) => resolved,
@@ -374,46 +369,41 @@ impl<'a> Builder<'a> {
                 let is_own = matches!(options.layout, Layout::File(_));
                 let explained = |problems| widths::explained(&file.name, wanted.seen(), problems);
                 self.problems.extend(if is_own { problems } else { explained(problems) });
-                return nothing;
+                return Vec::new();
             }
         };
         if !resolved.verified {
             let name = &file.name;
-            self.warnings.push(format!("layout {name} has not been compared here with the program that it imitates"));
+            self.plan
+                .warnings
+                .push(format!("layout {name} has not been compared here with the program that it imitates"));
         }
-        self.warnings.extend(resolved.warnings);
-        Drafted { drafts: resolved.drafts, params: resolved.params, left_out: resolved.left_out, ..nothing }
+        self.plan.warnings.extend(resolved.warnings);
+        self.plan.params = resolved.params;
+        self.plan.left_out.extend(resolved.left_out);
+        resolved.drafts
     }
 
     /// Drafts of the repository that the checkpoint is made back to.
-    fn draft_back(&mut self, inverted: &Inverted, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Drafted {
-        self.warnings.extend(inverted.warnings.iter().cloned());
+    fn draft_back(&mut self, inverted: &Inverted, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Vec<Draft> {
+        self.plan.warnings.extend(inverted.warnings.iter().cloned());
+        self.plan.family = Some(inverted.layout.clone());
+        self.plan.params.clone_from(&inverted.params);
+        self.plan.left_out.extend_from_slice(&inverted.left_out);
         let tensors = inverted.tensors.iter().map(|(name, view)| (name.clone(), Ok(view.clone())));
         let drafts = canonical::drafts_of(wanted.seen(), chosen.family, tensors, &self.options.mesh);
-        let drafts = self.tabled(drafts);
-        Drafted {
-            drafts,
-            family: Some(inverted.layout.clone()),
-            params: inverted.params.clone(),
-            left_out: inverted.left_out.clone(),
-            ..Drafted::default()
-        }
+        self.tabled(drafts)
     }
 
     /// Drafts of the tensors as they are stored.
-    fn draft_as_stored(&mut self, wanted: &Selection<'_>, values: &Values<'_>) -> Drafted {
-        let drafts = self.or_default(stored::drafts(wanted.seen(), values));
-        let scan = self.original.scan_layers().map(|scan| ("scan".to_owned(), scan.to_string()));
-        Drafted {
-            drafts,
-            family: stored::is_maxtext(wanted.seen()).then(|| "maxtext".to_owned()),
-            params: scan.into_iter().collect(),
-            ..Drafted::default()
-        }
+    fn draft_as_stored(&mut self, wanted: &Selection<'_>, values: &Values<'_>) -> Vec<Draft> {
+        self.plan.family = stored::is_maxtext(wanted.seen()).then(|| "maxtext".to_owned());
+        self.plan.params.extend(self.original.scan_layers().map(|scan| ("scan".to_owned(), scan.to_string())));
+        self.or_default(stored::drafts(wanted.seen(), values))
     }
 
     /// Drafts of the tensors of a file of llama.cpp.
-    fn draft_as_gguf(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
+    fn draft_as_gguf(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Vec<Draft> {
         let options = self.options;
         let is_cast = options.dtype.is_some() || !options.casts.is_empty() || options.dequantize.is_some();
         let renames = !options.renames.is_empty() || options.tied != Tied::Auto;
@@ -429,37 +419,24 @@ impl<'a> Builder<'a> {
         if let Some(reason) = &wanted.selected.no_hf {
             self.problem("layout gguf", reason.clone());
         }
-        let findings = self.compare(wanted, wanted.compared(), chosen.family);
-        match gguf::plan(values, options.gguf_type, &chosen.set) {
-            Ok((file, left_out)) => {
-                let roles = Roles { whole: true, ..Roles::default() };
-                let draft = |(name, view): &(String, View)| Draft {
-                    name: name.clone(),
-                    view: view.clone(),
-                    roles: roles.clone(),
-                    bundled: Bundled::ALWAYS,
-                    layers: None,
-                };
-                Drafted {
-                    drafts: file.tensors.iter().map(draft).collect(),
-                    left_out: fold(left_out.iter().map(String::as_str), &[]),
-                    gguf: Some(file),
-                    findings,
-                    ..Drafted::default()
-                }
-            }
-            Err(problems) => {
-                self.problems.extend(problems);
-                Drafted::default()
-            }
-        }
+        self.compare(wanted, wanted.compared(), chosen.family);
+        let Some((file, left_out)) = self.or_default(gguf::plan(values, options.gguf_type, &chosen.set).map(Some))
+        else {
+            return Vec::new();
+        };
+        let whole = || Roles { whole: true, ..Roles::default() };
+        let draft = |(name, view): &(String, View)| Draft::new(name.clone(), view.clone(), whole());
+        let drafts = file.tensors.iter().map(draft).collect();
+        self.plan.left_out.extend(fold(left_out.iter().map(String::as_str), &[]));
+        self.plan.gguf = Some(file);
+        drafts
     }
 
     /// Drafts by the tables of the model's family, or by the repository's own names.
-    fn draft_by_tables(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
+    fn draft_by_tables(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Vec<Draft> {
         let (whole, family, options) = (wanted.compared(), chosen.family, self.options);
         let is_canonical = options.layout == Layout::Canonical;
-        self.warnings.extend(experts::doubts(wanted.seen(), wanted.order));
+        self.plan.warnings.extend(experts::doubts(wanted.seen(), wanted.order));
         // The comparison and the drafts each visit all tensors: they run at the same time.
         let names = ParsedNames::of(whole);
         let compare = || expect::compare(whole, &names, family, options);
@@ -476,51 +453,53 @@ impl<'a> Builder<'a> {
             }
             canonical::drafts((seen, &ParsedNames::of(seen)), family, values, split)
         };
-        let ((mut findings, problems), drafts) = rayon::join(compare, drafts);
-        self.problems.extend(problems);
-        self.warnings.extend(findings.warning.take());
-        missing_layers(whole, family, options, &mut self.problems, &mut self.warnings);
+        let (found, drafts) = rayon::join(compare, drafts);
+        self.found(found);
+        missing_layers(whole, family, options, &mut self.problems, &mut self.plan.warnings);
         self.no_names(wanted, whole, family);
-        let drafts = self.tabled(drafts);
-        let family = family.map(|family| family.name.clone());
-        Drafted { drafts, family, findings, ..Drafted::default() }
+        self.plan.family = family.map(|family| family.name.clone());
+        self.tabled(drafts)
     }
 
     /// Compares the names of a repository with those that its model has.
-    fn compare(&mut self, wanted: &Selection<'_>, names: &Checkpoint, family: Option<&Family>) -> Findings {
-        missing_layers(wanted.compared(), family, self.options, &mut self.problems, &mut self.warnings);
+    fn compare(&mut self, wanted: &Selection<'_>, names: &Checkpoint, family: Option<&Family>) {
+        missing_layers(wanted.compared(), family, self.options, &mut self.problems, &mut self.plan.warnings);
         self.no_names(wanted, wanted.compared(), family);
-        let (mut findings, problems) = expect::compare(names, &ParsedNames::of(names), family, self.options);
+        self.found(expect::compare(names, &ParsedNames::of(names), family, self.options));
+    }
+
+    /// Takes what the comparison with a family's tables has found.
+    fn found(&mut self, (findings, problems): (Findings, Vec<Problem>)) {
         self.problems.extend(problems);
-        self.warnings.extend(findings.warning.take());
-        findings
+        self.plan.warnings.extend(findings.warning);
+        (self.plan.missing, self.plan.unexpected, self.plan.holes) =
+            (findings.missing, findings.unexpected, findings.holes);
     }
 
     /// Refuses a repository that has nothing under the names of its model.
     fn no_names(&mut self, wanted: &Selection<'_>, compared: &Checkpoint, family: Option<&Family>) {
         no_layers(compared, self.options, &mut self.problems);
         if family.is_none() {
-            expect::no_beginnings(wanted.whole(), self.options, &mut self.problems, &mut self.warnings);
+            expect::no_beginnings(wanted.whole(), self.options, &mut self.problems, &mut self.plan.warnings);
         }
     }
 
     /// Drafts under the names of transformers' modules.
-    fn draft_by_modules(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Drafted {
-        let Some(model) = &chosen.modules else { return Drafted::default() };
-        let (seen, family, options) = (wanted.seen(), chosen.family, self.options);
-        let findings = self.compare(wanted, seen, family);
-        let (tabled, left_out) = match modules::drafts(seen, model, family, values, &options.mesh) {
-            Ok((tabled, left_out)) => (Ok(tabled), left_out),
-            Err(problems) => (Err(problems), Vec::new()),
-        };
-        let drafts = self.tabled(tabled);
-        Drafted { drafts, family: family.map(|family| family.name.clone()), findings, left_out, ..Drafted::default() }
+    fn draft_by_modules(&mut self, wanted: &Selection<'_>, chosen: &ChosenLayout, values: &Values<'_>) -> Vec<Draft> {
+        let Some(model) = &chosen.modules else { return Vec::new() };
+        let (seen, family) = (wanted.seen(), chosen.family);
+        self.compare(wanted, seen, family);
+        self.plan.family = family.map(|family| family.name.clone());
+        let made = modules::drafts(seen, model, family, values, &self.options.mesh);
+        let (tabled, left_out) = self.or_default(made);
+        self.plan.left_out.extend(left_out);
+        self.tabled(Ok(tabled))
     }
 
     /// The drafts of a layout by tables. Says which blocks tensor parallelism leaves whole.
     fn tabled(&mut self, tabled: Result<canonical::Tabled, Vec<Problem>>) -> Vec<Draft> {
         let tabled = self.or_default(tabled);
-        self.warnings.extend(tabled.warning.filter(|_| self.options.sharding == Sharding::Auto));
+        self.plan.warnings.extend(tabled.warning.filter(|_| self.options.sharding == Sharding::Auto));
         tabled.drafts
     }
 
@@ -528,7 +507,7 @@ impl<'a> Builder<'a> {
     fn name(&mut self, mut drafts: Vec<Draft>, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Vec<Draft> {
         let options = self.options;
         if chosen.file.is_none() && chosen.modules.is_none() {
-            names::tie(&mut drafts, wanted.seen(), options, &mut self.warnings);
+            names::tie(&mut drafts, wanted.seen(), options, &mut self.plan.warnings);
         } else if options.tied != Tied::Auto && !(options.tied == Tied::Absent && wanted.own_head.is_some()) {
             let name = options.layout.name();
             let reason = format!("the rules of layout {name} say whether a tied output head is shown: expected auto");
@@ -539,10 +518,10 @@ impl<'a> Builder<'a> {
             let is_own = |id: &TensorId| self.original.file_of(*id) == adapter.file;
             let own = |draft: &Draft| draft.view.source_ids().iter().any(is_own);
             let allowed = (&options.allow_missing, &options.allow_unmapped);
-            lora::rename(&mut drafts, adapter, own, allowed, &mut self.problems, &mut self.warnings);
+            lora::rename(&mut drafts, adapter, own, allowed, &mut self.problems, &mut self.plan.warnings);
         }
         let names = || drafts.iter().map(|draft| draft.name.as_str());
-        self.warnings.extend(idle_renames("rename", &options.renames, names));
+        self.plan.warnings.extend(idle_renames("rename", &options.renames, names));
         names::rename(&mut drafts, &options.renames, chosen.flat, &mut self.problems);
         drafts
     }
@@ -567,7 +546,7 @@ impl<'a> Builder<'a> {
         if let Some((logical, axis)) = rules.as_ref().and_then(LogicalRules::doubled) {
             self.problem("logical rules", format!("the rule for {logical:?} names the mesh axis {axis:?} twice"));
         }
-        let (problems, warnings) = (&mut self.problems, &mut self.warnings);
+        let (problems, warnings) = (&mut self.problems, &mut self.plan.warnings);
         unused::mesh_axes(options, rules.as_ref(), drafts, problems, warnings);
         unused::patterns(wanted.seen(), options, drafts, warnings);
         unused::logical_rules(options, rules.is_some(), drafts, warnings);
@@ -579,7 +558,7 @@ impl<'a> Builder<'a> {
         let options = self.options;
         if !by_rules {
             let is_told = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
-            self.warnings.extend(packed::keep_together(&mut drafts, checkpoint, &options.mesh, &is_told));
+            self.plan.warnings.extend(packed::keep_together(&mut drafts, checkpoint, &options.mesh, &is_told));
         }
         drafts
     }
@@ -596,59 +575,39 @@ impl<'a> Builder<'a> {
         Whole { names, is_known: chosen.model.is_known }
     }
 
-    /// Gives each tensor its spec. The plan has no files of `hf/` yet.
+    /// Makes the tensors of the plan, each with its spec. The plan has no files of `hf/` yet.
     fn assemble(
         &mut self,
         wanted: &Selection<'_>,
         chosen: &ChosenLayout,
-        drafted: Drafted,
         drafts: Vec<Draft>,
         logical_rules: Option<LogicalRules>,
-    ) -> Plan {
+    ) {
         let options = self.options;
-        let mut plan = Plan {
+        self.plan = Plan {
             mesh: options.mesh.clone(),
             layout: options.layout.clone(),
             dtype: chosen.request.dtype,
             decoded: decoded_by_scheme(wanted.seen(), chosen.request, options),
-            kept: drafted.kept,
-            whole: drafted.whole,
-            kept_hf: Vec::new(),
-            dropped: drafted.dropped,
-            merged: None,
-            quantized: drafted.quantized,
             kept_raw: if chosen.request.quantized == Raw::Shown { 0 } else { wanted.seen().raw().count() as u64 },
-            family: drafted.family,
-            params: drafted.params,
             logical_rules,
             flat: chosen.flat,
             sharded_state: chosen.file.as_ref().is_some_and(|file| file.sharded_state),
-            decoded_config: drafted.decoded_config,
-            gguf: drafted.gguf,
             devices: devices(options, &mut self.problems),
-            specs: Vec::new(),
-            tensors: Vec::new(),
-            hf: Vec::new(),
             unscanned: options.unscanned,
             chunk_bytes_max: options.chunk_bytes_max,
-            missing: drafted.findings.missing,
-            unexpected: drafted.findings.unexpected,
-            holes: drafted.findings.holes,
-            left_out: drafted.left_out,
-            warnings: Vec::new(),
-            no_hf: None,
-            amplification: OnceLock::new(),
+            ..std::mem::take(&mut self.plan)
         };
-        plan.add(drafts, options, &mut self.problems);
-        plan
+        self.plan.add(drafts, options, &mut self.problems);
     }
 
-    /// Adds the files of `hf/` and the warnings.
-    fn finish(mut self, mut plan: Plan, hf: HfFiles, wanted: &Selection<'_>) -> Result<Plan, PlanError> {
+    /// Adds the files of `hf/`.
+    fn finish(self, hf: HfFiles, wanted: &Selection<'_>) -> Result<Plan, PlanError> {
+        let Self { mut plan, mut problems, .. } = self;
         plan.no_hf = hf.absent.or_else(|| wanted.selected.no_hf.clone()).filter(|_| hf.files.is_empty());
-        (plan.hf, plan.kept_hf, plan.warnings) = (hf.files, hf.kept, self.warnings);
-        self.problems.dedup();
-        if self.problems.is_empty() { Ok(plan) } else { Err(PlanError { problems: self.problems }) }
+        (plan.hf, plan.kept_hf) = (hf.files, hf.kept);
+        problems.dedup();
+        if problems.is_empty() { Ok(plan) } else { Err(PlanError { problems }) }
     }
 }
 

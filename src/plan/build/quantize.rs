@@ -133,7 +133,7 @@ impl<'a> Builder<'a> {
         let fused = quantizer.fused_experts();
         if !fused.is_empty() {
             let names: Vec<&str> = fused.iter().map(|group| group.name.as_str()).collect();
-            self.warnings.push(format!(
+            self.plan.warnings.push(format!(
                 "{}: experts of a layer in one tensor are codes with a tensor of scales beside it: transformers 5.24 reports the scales as \
                  unexpected and computes with wrong weights; load them with an engine, or leave them as they are with --quantize-ignore",
                 names.join(", ")

@@ -119,18 +119,18 @@ impl Builder<'_> {
         let decoded = part.tensors().filter(|(_, info)| info.quantized().is_some()).count();
         let raw = if decoded == 0 { 0 } else { part.raw().count() };
         if raw > 0 {
-            self.warnings.push(format!(
+            self.plan.warnings.push(format!(
                 "hf/ has {raw} quantized tensors as stored beside {decoded} decoded ones: its config.json still says how the \
                  repository is quantized, which holds for the former only"
             ));
         }
         if let Some(method) = &part.quantized().stale {
-            self.warnings.push(format!(
+            self.plan.warnings.push(format!(
                 "hf/ says nothing of the quantization {method} that the repository's configuration tells of: its weights are stored plain"
             ));
         }
         let files = self.or_default(files);
-        self.warnings.extend(self.others_kept(&files));
+        self.plan.warnings.extend(self.others_kept(&files));
         HfFiles { files, kept, absent: None }
     }
 
@@ -157,7 +157,7 @@ impl Builder<'_> {
     /// No `hf/`, for this reason. Nobody expects a repository of what is none.
     fn no_repository(&mut self, reason: &str, is_expected: bool) -> HfFiles {
         if is_expected {
-            self.warnings.push(format!("hf/ is left out: {reason}"));
+            self.plan.warnings.push(format!("hf/ is left out: {reason}"));
         }
         HfFiles { absent: Some(reason.to_owned()), ..HfFiles::default() }
     }

@@ -6,30 +6,27 @@ use ckfs_checkpoint::{Adapter, Checkpoint, Container, OwnHead};
 use ckfs_tensor::TensorId;
 
 use super::super::{
-    Draft, Family, Layout, LayoutFile, NameGroup, PlanError, Problem, Tied, ViewOptions, Whole,
-    expect::Findings,
+    Draft, Family, Layout, LayoutFile, NameGroup, Plan, PlanError, Problem, Tied, ViewOptions,
     experts::{
         self,
         models::ModelNames,
         orientation::{Order, PARAMETER},
     },
-    gguf::GgufFile,
     inverse::Inverted,
     library::Model,
     member::model_types,
     name_group::fold,
     naming, narrow,
-    quantize::Chosen,
     select::{self, Selected},
     values::ValueRequest,
 };
 
-/// The options of a plan, and the problems and warnings found so far.
+/// The options of a plan, the problems found so far, and what is known of the plan.
 pub(super) struct Builder<'a> {
     pub(super) original: &'a Checkpoint,
     pub(super) options: &'a ViewOptions,
     pub(super) problems: Vec<Problem>,
-    pub(super) warnings: Vec<String>,
+    pub(super) plan: Plan,
 }
 
 /// The selected tensors.
@@ -88,29 +85,6 @@ pub(super) struct ChosenLayout {
     pub(super) flat: bool,
     /// The repository that the checkpoint is made back to, if it has the leaves of a layout.
     pub(super) inverse: Option<Inverted>,
-}
-
-/// What a layout makes.
-#[derive(Default)]
-pub(super) struct Drafted {
-    pub(super) drafts: Vec<Draft>,
-    /// Name of the model family whose tables or rules were used.
-    pub(super) family: Option<String>,
-    /// Parameters of the layout, with their values.
-    pub(super) params: Vec<(String, String)>,
-    pub(super) findings: Findings,
-    pub(super) left_out: Vec<NameGroup>,
-    /// What stays in float32 though a dtype is requested.
-    pub(super) kept: Vec<NameGroup>,
-    /// What every device holds whole.
-    pub(super) whole: Whole,
-    /// What decoding leaves out.
-    pub(super) dropped: Vec<NameGroup>,
-    pub(super) decoded_config: Option<Vec<u8>>,
-    /// The file of llama.cpp.
-    pub(super) gguf: Option<GgufFile>,
-    /// What is quantized.
-    pub(super) quantized: Option<Chosen>,
 }
 
 impl<'a> Builder<'a> {
@@ -224,16 +198,16 @@ impl Builder<'_> {
         );
         if self.options.tied == Tied::Absent {
             drafts.retain(|draft| !shows(draft));
-            self.warnings.push(format!(
+            self.plan.warnings.push(format!(
                 "{differs}: --tied absent leaves {head} out, and the model is taken as tied; hf/ keeps it as the source has it"
             ));
         } else if is_shown {
-            self.warnings.push(format!(
+            self.plan.warnings.push(format!(
                 "{differs}: it is shown as a tensor of its own, and hf/config.json says tie_word_embeddings false; \
                  --tied absent takes the configuration at its word"
             ));
         } else if drafts.is_empty() {
-            self.warnings.push(differs);
+            self.plan.warnings.push(differs);
         } else {
             let layout = self.options.layout.name();
             let reason = format!(

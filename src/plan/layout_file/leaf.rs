@@ -6,7 +6,7 @@ use ckfs_tensor::{Shape, TensorId, View};
 
 use super::{
     super::{
-        draft::{Bundled, Draft, Roles},
+        draft::{Draft, Roles},
         expr::{EvalError, Expr, ExprValue, TextTemplate},
         problem::Problem,
         values::Values,
@@ -292,7 +292,7 @@ impl LeafInProgress<'_> {
             stage: self.stage,
             ..Roles::default()
         };
-        Draft { name: self.name, view, roles, bundled: Bundled::ALWAYS, layers: None }
+        Draft::new(self.name, view, roles)
     }
 }
 
