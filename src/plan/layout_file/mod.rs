@@ -299,7 +299,7 @@ impl PartialEq for LayoutFile {
 impl Eq for LayoutFile {}
 
 /// The output of a layout for a repository.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Resolved {
     /// The leaves.
     pub drafts: Vec<Draft>,

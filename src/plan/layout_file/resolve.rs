@@ -12,10 +12,9 @@ use ckfs_tensor::{TensorId, View};
 
 use super::{
     super::{
-        draft::Draft,
         expr::{EvalError, Expr, ExprValue, NameScope, TextTemplate},
         mesh::Mesh,
-        name_group::{NameGroup, fold, stars},
+        name_group::{fold, stars},
         naming,
         parsed::ParsedNames,
         pattern::Pattern,
@@ -97,15 +96,11 @@ impl LayoutFile {
             values,
             allowed,
             used: vec![false; checkpoint.table().id_end()],
-            drafts: Vec::new(),
             lost: Vec::new(),
             misshapen: Vec::new(),
             problems,
-            left_out: Vec::new(),
-            ignored_patterns: Vec::new(),
-            copies: Vec::new(),
-            warnings: Vec::new(),
             failed: BTreeSet::new(),
+            made: Resolved::default(),
         };
         if resolver.problems.is_empty() {
             resolver.check();
@@ -114,7 +109,7 @@ impl LayoutFile {
             resolver.run();
             if scope.inverse.is_some() {
                 // The inverse compares the leaves, not their sources.
-                resolver.ignored_patterns = resolver.ignored();
+                resolver.made.ignored = resolver.ignored();
             } else {
                 resolver.report_shapes();
                 resolver.compare();
@@ -124,15 +119,12 @@ impl LayoutFile {
             let value = scope.global(name).map_or_else(|_| "absent".to_owned(), |value| value.to_string());
             (name.clone(), value)
         });
-        let params = params.collect();
+        resolver.made.params = params.collect();
         let verified = self.verified.as_ref();
-        let verified = verified.is_none_or(|verified| resolver.eval(verified, &[], is_true("verified")) == Some(true));
-        let Resolver { drafts, problems, left_out, ignored_patterns: ignored, copies, warnings, .. } = resolver;
-        if problems.is_empty() {
-            Ok(Resolved { drafts, params, verified, left_out, ignored, copies, warnings })
-        } else {
-            Err(problems)
-        }
+        resolver.made.verified =
+            verified.is_none_or(|verified| resolver.eval(verified, &[], is_true("verified")) == Some(true));
+        let Resolver { problems, made, .. } = resolver;
+        if problems.is_empty() { Ok(made) } else { Err(problems) }
     }
 }
 
@@ -152,18 +144,12 @@ struct Resolver<'a> {
     values: &'a Values<'a>,
     allowed: Allowed,
     used: Vec<bool>,
-    drafts: Vec<Draft>,
     lost: Vec<MissingSource>,
     misshapen: Vec<Misshapen>,
     problems: Vec<Problem>,
-    left_out: Vec<NameGroup>,
-    /// The patterns of names that rules leave out, for the inverse.
-    ignored_patterns: Vec<Pattern>,
-    /// Leaves that hold what others hold, for the inverse.
-    copies: Vec<String>,
-    warnings: Vec<String>,
     /// Expressions of leaves without a value, and the reasons.
     failed: BTreeSet<(Span, String)>,
+    made: Resolved,
 }
 
 impl<'a> Resolver<'a> {
@@ -195,7 +181,7 @@ impl<'a> Resolver<'a> {
                 if holds { Ok(None) } else { say().map(Some) }
             });
             match said {
-                Ok(Some(reason)) if check.warn => self.warnings.push(reason),
+                Ok(Some(reason)) if check.warn => self.made.warnings.push(reason),
                 Ok(Some(reason)) => {
                     let fitting = fitting.get_or_insert_with(|| fitting_sizes(self.scope));
                     self.add(self.scope.file.unmet(check.that.at, format!("{reason}{fitting}")));
@@ -282,7 +268,7 @@ impl<'a> Resolver<'a> {
                 continue;
             }
             if self.scope.inverse.is_some() && leaf.copy {
-                self.copies.push(name);
+                self.made.copies.push(name);
                 continue;
             }
             let Ok(stage) = self.stage(place, leaf, &bound, &name) else { return };
@@ -345,10 +331,7 @@ impl<'a> Resolver<'a> {
             return;
         }
         match view {
-            Ok(view) => {
-                let draft = making.draft(view);
-                self.drafts.push(draft);
-            }
+            Ok(view) => self.made.drafts.push(making.draft(view)),
             Err(LeafFailure::Empty | LeafFailure::Missing) => {}
             Err(LeafFailure::Source(problem)) => self.add(problem),
             Err(LeafFailure::Rule(at, error)) => {
@@ -412,11 +395,11 @@ impl<'a> Resolver<'a> {
         };
         let (beyond, rest): (Vec<&str>, Vec<&str>) = unused.into_iter().partition(is_beyond);
         if !beyond.is_empty() {
-            self.warnings.push(format!(
+            self.made.warnings.push(format!(
                 "{} tensors of layers from {first} on, which predict further tokens and which config.json does not count, are left out",
                 beyond.len()
             ));
-            self.left_out.extend(fold(beyond, &[]));
+            self.made.left_out.extend(fold(beyond, &[]));
         }
         rest
     }
@@ -436,7 +419,7 @@ impl<'a> Resolver<'a> {
         let is_ignored = |name: &&str| ignored.iter().any(|pattern| pattern.matches(name));
         let (ignored, unused): (Vec<&str>, Vec<&str>) =
             unused.into_iter().map(|(_, info)| info.name).partition(is_ignored);
-        self.left_out = fold(ignored, &[]);
+        self.made.left_out = fold(ignored, &[]);
         let unused = self.without_predictors(unused);
         let strange: BTreeSet<String> = unused.iter().map(|name| stars(name)).collect();
         let lost = std::mem::take(&mut self.lost);
@@ -452,7 +435,7 @@ impl<'a> Resolver<'a> {
                 if targets.len() == 1 { first.to_owned() } else { format!("{first} and {} more", targets.len() - 1) };
             for group in fold(sources, &[&strange]) {
                 if allowed {
-                    self.warnings.push(format!("{for_target} is left out: missing tensor {}", group.counted()));
+                    self.made.warnings.push(format!("{for_target} is left out: missing tensor {}", group.counted()));
                 } else {
                     let rule = RuleLocation(Some((self.scope.file.label.clone(), line)));
                     self.problems.push(Problem::MissingTensor { group, for_target: for_target.clone(), rule });
@@ -462,7 +445,7 @@ impl<'a> Resolver<'a> {
         let (allowed, refused): (Vec<&str>, Vec<&str>) =
             unused.into_iter().partition(|name| self.allowed.unmapped.accepts(name));
         for group in fold(allowed, &[]) {
-            self.warnings.push(format!("{}: left out", Problem::UnexpectedTensor { group }));
+            self.made.warnings.push(format!("{}: left out", Problem::UnexpectedTensor { group }));
         }
         if !failed && !refused.is_empty() {
             let known = used.iter().map(|(_, info)| stars(info.name)).collect();
