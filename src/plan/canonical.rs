@@ -16,7 +16,7 @@ use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 
 use super::{
-    AxisUse, axis_use,
+    AxisUse,
     blocks::{CutBlocks, Module, Sayings},
     draft::{Bundled, Draft, Roles},
     experts::{
@@ -29,6 +29,7 @@ use super::{
     parsed::{ParsedName, ParsedNames},
     problem::Problem,
     select,
+    shard::axes_of,
     styles::{ModelPlans, Style},
     values::Values,
 };
@@ -179,7 +180,7 @@ pub(super) fn drafts(
     let in_layers = names.kinds().iter().filter(|kind| kind.parsed.layer.is_some());
     let stems = in_layers.map(|kind| naming::split_suffix(&kind.parsed.rest).0.to_owned()).collect();
     let mut namer = Namer::new((checkpoint, order), family, stems);
-    namer.find_blocks_of(whole, mesh, true);
+    namer.find_blocks(whole.tensors().map(|(_, info)| (info.name, info.shape)), mesh, true);
     let mut named = NamedParts::default();
     named.add(&namer, names, &mut problems);
     let mut predictors = HashSet::new();
@@ -213,7 +214,7 @@ pub(super) fn hf_drafts(
         (info.name.to_owned(), values.view(id, dtype))
     });
     let mut namer = Namer::new((checkpoint, order), family, BTreeSet::new());
-    namer.find_blocks_of(whole, mesh, false);
+    namer.find_blocks(whole.tensors().map(|(_, info)| (info.name, info.shape)), mesh, false);
     named_drafts(&namer, tensors)
 }
 
@@ -229,11 +230,8 @@ pub(super) fn drafts_of(
 ) -> Result<Tabled, Vec<Problem>> {
     let mut namer = Namer::new((checkpoint, None), family, BTreeSet::new());
     let tensors: Vec<_> = tensors.collect();
-    let parsed: Vec<Parsed> = tensors.iter().map(|(name, _)| naming::parse(name)).collect();
-    let shapes = tensors.iter().zip(&parsed).filter_map(|((name, view), parsed)| {
-        view.as_ref().ok().map(|view| (name.as_str(), view.shape().extents(), parsed))
-    });
-    namer.find_blocks(shapes, mesh, false);
+    let shaped = tensors.iter().filter_map(|(name, view)| Some((name.as_str(), view.as_ref().ok()?.shape().extents())));
+    namer.find_blocks(shaped, mesh, false);
     named_drafts(&namer, tensors.into_iter())
 }
 
@@ -277,11 +275,6 @@ fn named_drafts(
     if problems.is_empty() { Ok(Tabled { drafts, warning }) } else { Err(problems) }
 }
 
-/// Whether a mesh has an axis that splits by column or row.
-fn has_tensor_axis(mesh: &Mesh) -> bool {
-    mesh.axes().iter().any(|axis| axis.size > 1 && axis_use(&axis.name) == AxisUse::Tensor)
-}
-
 impl<'c> Namer<'c> {
     /// `order` is the user's own word on the axes of fused experts.
     fn new(
@@ -294,29 +287,15 @@ impl<'c> Namer<'c> {
         Self { checkpoint, family, stems, orientation, plans, blocks }
     }
 
-    /// Finds what tensor parallelism cuts in a checkpoint, of which only a part may be shown.
-    fn find_blocks_of(&mut self, whole: &Checkpoint, mesh: &Mesh, parts: bool) {
-        if !has_tensor_axis(mesh) {
-            return;
-        }
-        let tensors: Vec<_> = whole.tensors().collect();
-        let parsed: Vec<Parsed> = tensors.par_iter().map(|(_, info)| naming::parse(info.name)).collect();
-        let named = tensors.iter().zip(&parsed).map(|((_, info), parsed)| (info.name, info.shape, parsed));
-        self.find_blocks(named, mesh, parts);
-    }
-
     /// Finds what tensor parallelism cuts, if the mesh has an axis for it. `parts` tells whether the parts of a fused tensor are
     /// shown each by itself.
-    fn find_blocks<'t>(
-        &mut self,
-        tensors: impl Iterator<Item = (&'t str, &'t [u64], &'t Parsed)>,
-        mesh: &Mesh,
-        parts: bool,
-    ) {
-        if !has_tensor_axis(mesh) {
+    fn find_blocks<'t>(&mut self, tensors: impl Iterator<Item = (&'t str, &'t [u64])>, mesh: &Mesh, parts: bool) {
+        if !axes_of(mesh, AxisUse::Tensor).any(|(_, axis)| axis.size > 1) {
             return;
         }
-        let modules = tensors.map(|(name, shape, parsed)| {
+        let tensors: Vec<_> = tensors.collect();
+        let parsed: Vec<Parsed> = tensors.par_iter().map(|(name, _)| naming::parse(name)).collect();
+        let modules = tensors.iter().zip(&parsed).map(|((name, shape), parsed)| {
             let (stem, suffix) = naming::split_suffix(&parsed.rest);
             let starred = naming::group_name(name);
             let words = naming::words_of(stem).count() + usize::from(!suffix.is_empty());

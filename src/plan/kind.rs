@@ -4,7 +4,7 @@
 use ckfs_tensor::{DType, Shape};
 use hashbrown::HashMap;
 
-use super::{AxisUse, Plan, PlannedTensor, axis_use, spec};
+use super::{AxisUse, Plan, PlannedTensor, shard::axes_of, spec};
 
 /// Spec, first of the experts that the same devices hold, stage, shape, and whether torch counts two elements as one.
 type Key<'a> = (u32, Option<u64>, Option<u64>, &'a Shape, bool);
@@ -40,10 +40,10 @@ impl Plan {
     /// of a single expert, or without such an axis.
     fn expert_group(&self, tensor: &PlannedTensor) -> Option<u64> {
         let (expert, experts) = tensor.expert?;
-        let mut axes = self.mesh.axes().iter().filter(|axis| axis_use(&axis.name) == AxisUse::Expert).peekable();
+        let mut axes = axes_of(&self.mesh, AxisUse::Expert).peekable();
         axes.peek()?;
         let (mut low, mut high) = (0, experts);
-        for axis in axes {
+        for (_, axis) in axes {
             // As `spec::chunk` splits: chunks of this length, one of which holds the expert.
             let length = (high - low).div_ceil(axis.size).max(1);
             let (start, stop) = spec::chunk(high - low, axis.size, (expert - low) / length);

@@ -26,7 +26,7 @@ use super::{
     options::{Layout, ViewOptions},
     problem::Problem,
     quantize::Chosen,
-    shard::{self, AxisUse, STAGE_AXIS, axis_use},
+    shard::{self, AxisUse, STAGE_AXIS, axes_of, axis_use},
     spec::{self, Spec},
 };
 
@@ -331,11 +331,9 @@ impl Plan {
     fn has_expert(&self, tensor: &PlannedTensor, coordinates: &[u64]) -> bool {
         tensor.expert.is_none_or(|(expert, experts)| {
             let (mut low, mut high) = (0, experts);
-            for (index, axis) in self.mesh.axes().iter().enumerate() {
-                if axis_use(&axis.name) == AxisUse::Expert {
-                    let (start, stop) = spec::chunk(high - low, axis.size, coordinates[index]);
-                    (low, high) = (low + start, low + stop);
-                }
+            for (index, axis) in axes_of(&self.mesh, AxisUse::Expert) {
+                let (start, stop) = spec::chunk(high - low, axis.size, coordinates[index]);
+                (low, high) = (low + start, low + stop);
             }
             (low..high).contains(&expert)
         })

@@ -10,7 +10,7 @@ use std::{
 use ckfs_checkpoint::{Checkpoint, Storage, first_names};
 use ckfs_tensor::{DType, TensorId};
 
-use super::super::{AxisUse, Mesh, axis_use, draft::Draft, name_group::fold};
+use super::super::{AxisUse, Mesh, draft::Draft, name_group::fold, shard::axes_of};
 
 /// Last words of the names of matrices that may be packed.
 const MATRICES: [&str; 5] = ["weight", "qweight", "weight_packed", "W_q", "_weight_qdata"];
@@ -135,8 +135,7 @@ pub(crate) fn keep_together(
     mesh: &Mesh,
     is_told: &dyn Fn(&Draft) -> bool,
 ) -> Vec<String> {
-    let axes = mesh.axes().iter().filter(|axis| axis.size > 1 && axis_use(&axis.name) == AxisUse::Tensor);
-    let parts: u64 = axes.map(|axis| axis.size).product();
+    let parts: u64 = axes_of(mesh, AxisUse::Tensor).map(|(_, axis)| axis.size).product();
     if parts == 1 {
         return Vec::new();
     }

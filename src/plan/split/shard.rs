@@ -1,6 +1,6 @@
 //! Sharding rules: from the meaning of axes, or from the user's rules, to specs.
 
-use ckfs_config::ShardRule;
+use ckfs_config::{MeshAxis, ShardRule};
 
 use super::super::{
     draft::{Draft, PartOf, Roles},
@@ -40,6 +40,11 @@ pub enum AxisUse {
 /// The effect of a mesh axis of this name under [`Sharding::Auto`].
 pub(crate) fn axis_use(name: &str) -> AxisUse {
     KNOWN_AXES.iter().find(|(names, _)| names.contains(&name)).map_or(AxisUse::Unknown, |(_, axis_use)| *axis_use)
+}
+
+/// The axes of a mesh that have an effect, each with its number.
+pub(crate) fn axes_of(mesh: &Mesh, wanted: AxisUse) -> impl Iterator<Item = (usize, &MeshAxis)> {
+    mesh.axes().iter().enumerate().filter(move |(_, axis)| axis_use(&axis.name) == wanted)
 }
 
 /// Names of mesh axes, with the effect of each.
@@ -107,11 +112,7 @@ fn auto(roles: &Roles, rank: usize, mesh: &Mesh) -> Spec {
             AxisUse::Replicate | AxisUse::Unknown => None,
         };
         let Some(axis) = axis.filter(|axis| *axis < rank) else { continue };
-        for (index, mesh_axis) in mesh.axes().iter().enumerate() {
-            if axis_use(&mesh_axis.name) == wanted {
-                spec.split(axis, index);
-            }
-        }
+        axes_of(mesh, wanted).for_each(|(index, _)| spec.split(axis, index));
     }
     spec
 }
