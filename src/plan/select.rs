@@ -151,6 +151,11 @@ const COUNTS: [&str; 4] = ["num_hidden_layers", "n_layer", "num_layers", "n_laye
 /// Families in which the layer's number determines nothing beyond what `config.json` says.
 const UNIFORM: [&str; 3] = ["llama", "mixtral", "phi3"];
 
+/// The number of a name's layer, if its layers have this prefix.
+fn layer_in(name: &str, prefix: Option<&str>) -> Option<u64> {
+    naming::layer_of(name).filter(|(before, _)| Some(*before) == prefix).map(|(_, layer)| layer)
+}
+
 /// Makes the selection.
 pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&Family>) -> Result<Selected, PlanError> {
     let whole = renamed(checkpoint, subset)?;
@@ -160,7 +165,7 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
         selected.whole = whole;
         return Ok(selected);
     }
-    let patterns = SourcePatterns::new(base, subset, &mut selected)?;
+    let patterns = source_patterns(base, subset, &mut selected)?;
     let text = ParsedNames::of(base).text_prefix(family);
     let model = subset.part.map(|part| part_of(base, part)).transpose()?.flatten();
     let choice = Choice::new(base, subset, &patterns, (text.as_deref(), model.as_ref()));
@@ -182,10 +187,7 @@ pub(super) fn select(checkpoint: &Checkpoint, subset: &Subset, family: Option<&F
     };
     let mut names: BTreeMap<TensorId, String> =
         choice.kept.into_iter().map(|(id, layer)| (id, new_name(id, layer))).collect();
-    keep_operands(base, &mut names, &|id| {
-        let found = naming::layer_of(base.tensor(id).name);
-        new_name(id, found.and_then(|(prefix, layer)| (text.as_deref() == Some(prefix)).then_some(layer)))
-    });
+    keep_operands(base, &mut names, &|id| new_name(id, layer_in(base.tensor(id).name, text.as_deref())));
     match text_part(base, subset, &names) {
         Ok(text) => selected.text = model.or(text),
         Err(reason) if subset.part.is_some() => return Err(PlanError::of("part text", vec![reason])),
@@ -257,28 +259,23 @@ fn renamed(checkpoint: &Checkpoint, subset: &Subset) -> Result<Option<Checkpoint
     Ok(Some(renamed))
 }
 
-/// The patterns of a selection that match names in the repository.
-struct SourcePatterns {
-    include: Vec<Pattern>,
-    exclude: Vec<Pattern>,
-}
+/// The patterns of a selection that match names in the repository: those to include, and those to exclude.
+type SourcePatterns = (Vec<Pattern>, Vec<Pattern>);
 
-impl SourcePatterns {
-    /// The patterns that match a name in the repository. `selected` gets the others, which match names in the mount.
-    fn new(base: &Checkpoint, subset: &Subset, selected: &mut Selected) -> Result<Self, PlanError> {
-        let in_source = |pattern: &Pattern| base.tensors().any(|(_, info)| pattern.matches(info.name));
-        let (include, target_include): (Vec<_>, Vec<_>) = subset.include.iter().cloned().partition(in_source);
-        let (exclude, target_exclude): (Vec<_>, Vec<_>) = subset.exclude.iter().cloned().partition(in_source);
-        if let (Some(source), Some(target)) = (include.first(), target_include.first()) {
-            let (source, target) = (source.text(), target.text());
-            let reason = format!(
-                "{source:?} matches names in the repository, {target:?} does not: expected all to do one or the other"
-            );
-            return Err(PlanError::of("include", vec![reason]));
-        }
-        (selected.target_include, selected.target_exclude) = (target_include, target_exclude);
-        Ok(Self { include, exclude })
+/// The patterns that match a name in the repository. `selected` gets the others, which match names in the mount.
+fn source_patterns(base: &Checkpoint, subset: &Subset, selected: &mut Selected) -> Result<SourcePatterns, PlanError> {
+    let in_source = |pattern: &Pattern| base.tensors().any(|(_, info)| pattern.matches(info.name));
+    let (include, target_include): SourcePatterns = subset.include.iter().cloned().partition(in_source);
+    let (exclude, target_exclude): SourcePatterns = subset.exclude.iter().cloned().partition(in_source);
+    if let (Some(source), Some(target)) = (include.first(), target_include.first()) {
+        let (source, target) = (source.text(), target.text());
+        let reason = format!(
+            "{source:?} matches names in the repository, {target:?} does not: expected all to do one or the other"
+        );
+        return Err(PlanError::of("include", vec![reason]));
     }
+    (selected.target_include, selected.target_exclude) = (target_include, target_exclude);
+    Ok((include, exclude))
 }
 
 /// The tensors that a selection keeps, before operands of raw weights are added or removed.
@@ -298,15 +295,12 @@ impl Choice {
     fn new(
         base: &Checkpoint,
         subset: &Subset,
-        patterns: &SourcePatterns,
+        (include, exclude): &SourcePatterns,
         (text, model): (Option<&str>, Option<&TextModel>),
     ) -> Self {
         let declared = base.dialect().declared_layers;
         let mut choice = Self { kept: Vec::new(), layers: BTreeSet::new(), dropped_mtp: false, cut_by_pattern: false };
-        let text_layer = |name: &str| {
-            let found = naming::layer_of(name);
-            found.and_then(|(prefix, layer)| (text == Some(prefix)).then_some(layer))
-        };
+        let text_layer = |name: &str| layer_in(name, text);
         let predicts = |name: &str| {
             let is_beyond = |layer| declared.is_some_and(|declared| layer >= declared);
             is_predictor(name) || text_layer(name).is_some_and(is_beyond)
@@ -318,7 +312,7 @@ impl Choice {
         for (id, info) in base.tensors() {
             let (of_text, is_mtp) = (text_layer(info.name), predicts(info.name));
             let out = subset.layers.as_ref().zip(of_text).is_some_and(|(layers, layer)| !layers.contains(layer));
-            let matched = is_accepted(&patterns.include, &patterns.exclude, info.name);
+            let matched = is_accepted(include, exclude, info.name);
             choice.cut_by_pattern |= !matched;
             let unwanted = (subset.no_mtp && is_mtp)
                 || (subset.text_only && naming::is_tower(info.name))
@@ -371,9 +365,7 @@ fn parts_names(checkpoint: &Checkpoint, renamed: &Checkpoint) -> bool {
 /// The reason why the selected layers do not exist, if some are beyond the last layer.
 fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>) -> Option<String> {
     let (layers, prefix) = (subset.layers.as_ref()?, prefix?);
-    let found = base.tensors().filter_map(|(_, info)| {
-        naming::layer_of(info.name).and_then(|(before, layer)| (before == prefix).then_some(layer))
-    });
+    let found = base.tensors().filter_map(|(_, info)| layer_in(info.name, Some(prefix)));
     let found = found.max().map_or(0, |last| last.saturating_add(1));
     let count = found.max(base.dialect().declared_layers.unwrap_or(0));
     let range = layers.beyond(count)?;
