@@ -38,11 +38,6 @@ struct Condition<'a> {
 }
 
 impl NameScope for Condition<'_> {
-    fn mesh(&self, _axis: &str) -> Option<u64> {
-        // The required tensors do not depend on the devices.
-        None
-    }
-
     fn name(&self, name: &str) -> Result<ExprValue, EvalError> {
         let layer = self.layer.filter(|_| name == "l").and_then(|layer| i64::try_from(layer).ok());
         layer.map(ExprValue::Int).ok_or_else(|| EvalError::no_name(name))
@@ -54,10 +49,6 @@ impl NameScope for Condition<'_> {
 
     fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
         self.checkpoint.find(tensor).map(|id| self.checkpoint.tensor(id).shape.to_vec())
-    }
-
-    fn count(&self, _: &str) -> u64 {
-        0
     }
 }
 

@@ -243,12 +243,16 @@ pub trait NameScope {
     fn name(&self, name: &str) -> Result<ExprValue, EvalError>;
     /// A member of `config.json`; `None` if it is absent.
     fn config(&self, path: &[String]) -> Option<ExprValue>;
-    /// Size of a mesh axis; `None` if the mesh does not have it.
-    fn mesh(&self, axis: &str) -> Option<u64>;
+    /// Size of a mesh axis; `None` if the mesh does not have it, or nothing depends on the devices.
+    fn mesh(&self, _axis: &str) -> Option<u64> {
+        None
+    }
     /// The extents of a tensor; `None` if the repository does not have it.
     fn shape(&self, tensor: &str) -> Option<Vec<u64>>;
     /// One more than the highest number in the place of the star in a tensor's name; 0 if there is none.
-    fn count(&self, pattern: &str) -> u64;
+    fn count(&self, _pattern: &str) -> u64 {
+        0
+    }
     /// Whether the user has set a parameter.
     fn given(&self, _parameter: &str) -> bool {
         false
