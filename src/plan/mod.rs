@@ -85,7 +85,7 @@ pub use split::{
 use self::{
     check::{expect, hole, holes, narrow, survey, unused, widths},
     name::{member, name_group, names, naming, parsed},
-    need::{needed, page_reads},
+    need::{leaf, needed, page_reads},
     repository::{generated, text_model},
     split::{blocks, packed, shard::axis_use, styles, whole},
 };

@@ -16,6 +16,7 @@ use smallvec::SmallVec;
 use super::{
     super::{Plan, PlannedTensor, naming::group_name},
     amplification::Amplification,
+    leaf::{ReadLeaf, for_each_leaf},
 };
 
 impl Amplification {
@@ -114,7 +115,7 @@ fn range(region: &Region, axis: usize) -> Option<Range<u64>> {
 }
 
 /// The part of a tensor that a leaf is.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct LeafPosition {
     /// Axis of the tensor by axis of the leaf.
     axes: SmallVec<[usize; 4]>,
@@ -168,34 +169,13 @@ impl Walk {
     }
 
     fn tensor(&mut self, view: &View, holding: u32, group: u32) {
-        let place = LeafPosition { axes: (0..view.shape().rank()).collect(), ..LeafPosition::default() };
-        self.view(view, place, holding, group);
-    }
-
-    fn view(&mut self, view: &View, mut place: LeafPosition, holding: u32, group: u32) {
-        if let Op::Stack { of, axis } = view.op() {
-            let axis = place.axes.remove(*axis);
-            for (index, operand) in (0..).zip(of) {
-                let mut place = place.clone();
-                let borders = &self.holdings[holding as usize].borders[axis];
-                place.fixed.push((axis, borders.partition_point(|border| *border <= index)));
-                self.view(operand, place, holding, group);
-            }
-        } else if let Op::Transpose { of, axes } = view.op() {
-            let mut inner = place.axes.clone();
-            axes.iter().zip(&place.axes).for_each(|(from, axis)| inner[*from] = *axis);
-            place.axes = inner;
-            self.view(of, place, holding, group);
-        } else if let Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } = view.op() {
-            self.view(of, place, holding, group);
-        } else if let Op::Sum { of } | Op::Product { of, .. } = view.op() {
-            // Both sides are read at the same places.
-            for of in of {
-                self.view(of, place.clone(), holding, group);
-            }
-        } else {
-            self.leaf(view, place, holding, group);
-        }
+        for_each_leaf(view, &mut |ReadLeaf { view, axes, at }| {
+            let borders = &self.holdings[holding as usize].borders;
+            let below = |axis: usize, index: u64| borders[axis].partition_point(|border| *border <= index);
+            let fixed = at.iter().map(|(axis, index)| (*axis, below(*axis, *index))).collect();
+            self.leaf(view, LeafPosition { axes, fixed }, holding, group);
+            true
+        });
     }
 
     fn leaf(&mut self, view: &View, place: LeafPosition, holding: u32, group: u32) {

@@ -5,9 +5,14 @@ use ckfs_source::page_size::page_bytes;
 use ckfs_tensor::{ByteRuns, Reads, Region, reads};
 
 use super::{
-    super::{Plan, PlannedTensor, amplification::Amplification, naming::group_name, needed::runs_of},
+    super::{
+        Plan, PlannedTensor,
+        amplification::Amplification,
+        leaf::{ReadLeaf, for_each_leaf},
+        naming::group_name,
+        needed::runs_of,
+    },
     amounts::{human_bytes, hundredths},
-    leaf::{ReadLeaf, for_each_leaf},
 };
 
 /// Over-read up to this factor, in hundredths, is not reported: it comes from pages at the ends of long runs.

@@ -3,9 +3,9 @@
 mod advice;
 mod amounts;
 mod effects;
+mod groups;
 mod html;
 mod json;
-mod leaf;
 mod summary;
 mod text;
 

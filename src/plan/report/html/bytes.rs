@@ -10,8 +10,8 @@ use ckfs_source::FileId;
 use ckfs_tensor::{ByteRuns, Region, TensorId};
 use serde_json::{Value, json};
 
-use super::{super::leaf::ReadLeaf, budget::PageBudget};
-use crate::{needed::runs_of, page_reads::Expression};
+use super::budget::PageBudget;
+use crate::{leaf::ReadLeaf, needed::runs_of, page_reads::Expression};
 
 /// Sets of runs of one source that a page lists. A count stands for the others.
 const RUNS_SHOWN: usize = 4;

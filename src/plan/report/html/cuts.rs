@@ -8,11 +8,8 @@ use std::{
 use ckfs_tensor::Region;
 use serde_json::{Value, json};
 
-use super::{
-    super::leaf::{ReadLeaf, TensorGroup},
-    budget::PageBudget,
-};
-use crate::{Plan, PlannedTensor};
+use super::{super::groups::TensorGroup, budget::PageBudget};
+use crate::{Plan, PlannedTensor, leaf::ReadLeaf};
 
 /// The parts of the tensors of a group.
 #[derive(Clone, Debug)]

@@ -7,12 +7,17 @@ use ckfs_tensor::{Reads, TensorId};
 use serde_json::{Value, json};
 
 use super::{
-    super::leaf::{ReadLeaf, TensorGroup, for_each_leaf, groups},
+    super::groups::{TensorGroup, groups},
     budget::PageBudget,
     bytes::{EmbeddedFiles, Patterns, source_json, sources_of},
     cuts::{Cut, CutPart, Cuts, repeated},
 };
-use crate::{Plan, PlannedTensor, amplification::Amplification, name_group};
+use crate::{
+    Plan, PlannedTensor,
+    amplification::Amplification,
+    leaf::{ReadLeaf, for_each_leaf},
+    name_group,
+};
 
 /// Rows of a view.
 const ROWS_MAX: usize = 2000;
