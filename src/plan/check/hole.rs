@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use ckfs_tensor::Shape;
 
-use super::super::name_group::{NameGroup, ranges};
+use super::super::name_group::{NameGroup, layers_text};
 
 /// A tensor that some layers lack or have in another shape, without a reason in the pattern of layers or in
 /// `config.json`.
@@ -31,9 +31,7 @@ pub struct Hole {
 
 impl std::fmt::Display for Hole {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let layers =
-            |layers: &BTreeSet<u64>| format!("layer{} {}", if layers.len() == 1 { "" } else { "s" }, ranges(layers));
-        let (present, absent) = (layers(&self.present), layers(&self.absent));
+        let (present, absent) = (layers_text(&self.present), layers_text(&self.absent));
         let (one, several) = (self.absent.len() == 1, self.present.len() > 1);
         let have = if several { "have" } else { "has" };
         let has = if one { "has" } else { "have" };

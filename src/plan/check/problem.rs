@@ -10,7 +10,7 @@ use ckfs_tensor::{Shape, ViewError};
 
 use super::super::{
     hole::Hole,
-    name_group::{NameGroup, fold, ranges, stars},
+    name_group::{NameGroup, fold, layers_text, stars},
 };
 
 /// One problem of a plan.
@@ -180,8 +180,7 @@ fn pair(first: &str, second: &str) -> String {
 }
 
 fn missing_layers(layers: &BTreeSet<u64>) -> String {
-    let (word, verb) = if layers.len() == 1 { ("layer", "is") } else { ("layers", "are") };
-    format!("{word} {} {verb} missing", ranges(layers))
+    format!("{} {} missing", layers_text(layers), if layers.len() == 1 { "is" } else { "are" })
 }
 
 /// The undecodable tensors, for a message.

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use ckfs_checkpoint::Checkpoint;
 use ckfs_tensor::Shape;
 
-use super::super::{name_group::ranges, naming, problem::Problem};
+use super::super::{name_group::layers_text, naming, problem::Problem};
 
 /// Tensors that are listed in the message.
 const LISTED_MAX: usize = 6;
@@ -42,21 +42,19 @@ impl Width {
 impl std::fmt::Display for Width {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (usual, layers) = &self.usual;
-        let in_layers =
-            |layers: &BTreeSet<u64>| format!("layer{} {}", if layers.len() == 1 { "" } else { "s" }, ranges(layers));
         let first = &self.others[0].0;
         write!(f, "{} has the shape {first}: ", self.example)?;
         let mut axes = Vec::new();
         for (axis, extent) in usual.extents().iter().enumerate() {
             let differing = self.others.iter().filter(|(other, _)| other.extents()[axis] != *extent);
             let text = |(other, layers): &(Shape, BTreeSet<u64>)| {
-                format!("{} in {}", other.extents()[axis], in_layers(layers))
+                format!("{} in {}", other.extents()[axis], layers_text(layers))
             };
             let differing: Vec<String> = differing.map(text).collect();
             if !differing.is_empty() {
                 axes.push(format!(
                     "axis {axis} has {extent} elements in {}, {}",
-                    in_layers(layers),
+                    layers_text(layers),
                     differing.join(", ")
                 ));
             }

@@ -73,6 +73,11 @@ pub(crate) fn ranges<'a>(numbers: impl IntoIterator<Item = &'a u64>) -> String {
     words.collect::<Vec<_>>().join(",")
 }
 
+/// Layers in words: `layer 3`, or `layers 0-3,7`.
+pub(crate) fn layers_text(layers: &BTreeSet<u64>) -> String {
+    format!("layer{} {}", if layers.len() == 1 { "" } else { "s" }, ranges(layers))
+}
+
 /// Names folded over their numbers. Each group gets the nearest name from the first set of `others` that has a near
 /// one.
 pub(crate) fn fold<'a>(names: impl IntoIterator<Item = &'a str>, others: &[&BTreeSet<String>]) -> Vec<NameGroup> {

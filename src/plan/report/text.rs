@@ -31,6 +31,12 @@ const COORDINATES_IN_LINE: usize = 4;
 /// Writes a line of a report, under a key.
 type Line<'a> = dyn FnMut(&str, &str) + 'a;
 
+/// Writes a line of a report to a text.
+fn write_line(text: &mut String, key: &str, value: &str) {
+    // Writing to a string cannot fail.
+    let _ = writeln!(text, "{key:<10}  {}", printable(value));
+}
+
 /// The first lines of a list, each under this key, and how many more there are.
 fn list(line: &mut Line<'_>, key: &str, shown: usize, texts: impl ExactSizeIterator<Item = String>) {
     let more = texts.len().saturating_sub(shown);
@@ -134,10 +140,7 @@ fn coordinates_text(plan: &Plan) -> Vec<String> {
 /// The repository, as the first lines of a report.
 fn source_text(checkpoint: &Checkpoint) -> String {
     let mut text = String::new();
-    let mut line = |key: &str, value: &str| {
-        // Writing to a string cannot fail.
-        let _ = writeln!(text, "{key:<10}  {}", printable(value));
-    };
+    let mut line = |key: &str, value: &str| write_line(&mut text, key, value);
     line("source", checkpoint.label());
     line("files in", &checkpoint.root().display().to_string());
     if let Some(average) = checkpoint.averaged() {
@@ -305,10 +308,7 @@ fn table_text(plan: &Plan, text: &mut String) {
 /// One view, without the lines that are the same for all views of a source.
 pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let mut text = String::new();
-    let mut line = |key: &str, value: &str| {
-        // Writing to a string cannot fail.
-        let _ = writeln!(text, "{key:<10}  {}", printable(value));
-    };
+    let mut line = |key: &str, value: &str| write_line(&mut text, key, value);
     let total: u64 = plan.bundle().map(PlannedTensor::bytes).sum();
     let count = plan.bundle().count();
     let family = plan.family.as_deref().map_or_else(|| "family not known".to_owned(), |name| format!("family {name}"));
@@ -355,7 +355,7 @@ pub fn text<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
     for (name, plan) in views {
         text.push('\n');
         if !name.is_empty() {
-            let _ = writeln!(text, "{:<10}  {}", "view", printable(name));
+            write_line(&mut text, "view", name);
         }
         text.push_str(&view_text(checkpoint, plan));
     }

@@ -99,8 +99,7 @@ fn page(title: &str, data: &Value, text: &str) -> String {
 fn plain_text(checkpoint: &Checkpoint, views: &[ViewReport<'_>]) -> String {
     let mut text = text::text(checkpoint, views.iter().map(|view| (view.name, view.plan)));
     if text.len() > TEXT_BYTES_MAX {
-        let end = (0..=TEXT_BYTES_MAX).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-        text.truncate(end);
+        text.truncate(text.floor_char_boundary(TEXT_BYTES_MAX));
         text.push_str("\n… the rest is left out of this page: see `ckfs plan` without --html\n");
     }
     text
