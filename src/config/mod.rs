@@ -43,7 +43,6 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod time_limit;
-mod to_toml;
 pub mod value;
 mod value_types;
 
