@@ -181,10 +181,7 @@ impl Walk {
     fn leaf(&mut self, view: &View, place: LeafPosition, holding: u32, group: u32) {
         self.expression.read(view);
         let next = number(self.leaves.len());
-        let leaf = match self.leaves.get(&self.expression.words) {
-            Some(leaf) => *leaf,
-            None => *self.leaves.entry(self.expression.words.clone()).or_insert(next),
-        };
+        let leaf = *self.leaves.entry_ref(&self.expression.words[..]).or_insert(next);
         let key = (leaf, holding, place);
         let at = self.number_of.get(&key).copied().unwrap_or_else(|| {
             self.leaf_reads.push(reads_of_leaf(
@@ -403,14 +400,9 @@ impl Expression {
                 self.add_numbers(4, view.shape().extents());
                 self.add(of);
             }
-            Op::Stack { of, axis } => {
-                self.add_numbers(5, &[*axis as u64, of.len() as u64]);
-                for of in of {
-                    self.add(of);
-                }
-            }
-            Op::Concat { of, axis } => {
-                self.add_numbers(6, &[*axis as u64, of.len() as u64]);
+            Op::Stack { of, axis } | Op::Concat { of, axis } => {
+                let operator = if matches!(view.op(), Op::Stack { .. }) { 5 } else { 6 };
+                self.add_numbers(operator, &[*axis as u64, of.len() as u64]);
                 for of in of {
                     self.add(of);
                 }
