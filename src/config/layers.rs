@@ -20,6 +20,16 @@ pub(crate) fn parse_range(part: &str) -> Option<Range<u64>> {
     Some(range).filter(|range| !range.is_empty())
 }
 
+/// Ascending numbers as in `0-3,7`.
+pub fn ranges<'a>(numbers: impl IntoIterator<Item = &'a u64>) -> String {
+    let numbers: Vec<u64> = numbers.into_iter().copied().collect();
+    let words = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
+        [first, .., last] => format!("{first}-{last}"),
+        only => only.iter().map(u64::to_string).collect(),
+    });
+    words.collect::<Vec<_>>().join(",")
+}
+
 /// Numbers of layers, as half-open ranges: `0..8,24..32`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerRanges(Vec<Range<u64>>);

@@ -65,8 +65,7 @@ impl Config {
             }
         }
         let last = settings.top.mount.average.iter_mut().flat_map(Average::sources_mut).last();
-        let last = last.cloned();
-        settings.top.source = settings.top.source.or(last);
+        settings.top.source = settings.top.source.or(last.cloned());
         read_named_files(&mut settings.top, base)?;
         for (_, view) in &mut settings.views {
             read_named_files(view, base)?;

@@ -50,7 +50,7 @@ pub use allow::Allow;
 pub use average::Average;
 pub use excerpt::excerpt;
 pub use file::{ConfigError, FileSettings};
-pub use layers::LayerRanges;
+pub use layers::{LayerRanges, ranges};
 pub use merged::{Config, ViewConfig};
 pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis};
 pub use near::{did_you_mean, folded, nearest};

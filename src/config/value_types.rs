@@ -17,7 +17,7 @@ use toml::de::DeValue;
 
 use super::{
     DEVICES_LISTED_MAX, Mesh,
-    layers::parse_range,
+    layers::{parse_range, ranges},
     near::did_you_mean,
     value::{Choice, Fault, KeyForm, Numbers, SettingValue, Toml, deserialize, integer, read_as, read_word, rebased},
 };
@@ -624,15 +624,7 @@ pub struct Devices(pub Vec<u64>);
 impl Devices {
     /// In the form that [`SettingValue::from_word`] reads.
     pub fn text(&self) -> String {
-        let mut words: Vec<String> = Vec::new();
-        let mut rest = self.0.as_slice();
-        while let Some(first) = rest.first() {
-            let run = rest.iter().zip(*first..).take_while(|(device, expected)| *device == expected).count();
-            let last = rest[run - 1];
-            words.push(if run == 1 { first.to_string() } else { format!("{first}-{last}") });
-            rest = &rest[run..];
-        }
-        words.join(",")
+        ranges(&self.0)
     }
 }
 

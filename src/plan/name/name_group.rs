@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+pub(crate) use ckfs_config::ranges;
 use ckfs_config::{Pattern, folded};
 use serde::Serialize;
 use strsim::levenshtein;
@@ -61,16 +62,6 @@ fn starred(name: &str) -> (String, Vec<u64>) {
 /// A name with all numbers between dots as `*`.
 pub(crate) fn stars(name: &str) -> String {
     starred(name).0
-}
-
-/// Ascending numbers as in `0-3,7`.
-pub(crate) fn ranges<'a>(numbers: impl IntoIterator<Item = &'a u64>) -> String {
-    let numbers: Vec<u64> = numbers.into_iter().copied().collect();
-    let words = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
-        [first, .., last] => format!("{first}-{last}"),
-        only => only.iter().map(u64::to_string).collect(),
-    });
-    words.collect::<Vec<_>>().join(",")
 }
 
 /// Layers in words: `layer 3`, or `layers 0-3,7`.
