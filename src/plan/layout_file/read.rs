@@ -38,44 +38,25 @@ pub(super) trait Meaning: Sized {
     fn read(text: &str) -> Result<Self, SyntaxError>;
 }
 
-impl Meaning for Expr {
-    const ANY: &'static str = "absent";
+/// Types with a text that has a meaning, and how their texts are read.
+macro_rules! meanings {
+    ($($of:ty: $any:literal, $read:expr;)*) => {$(
+        impl Meaning for $of {
+            const ANY: &'static str = $any;
 
-    fn read(text: &str) -> Result<Self, SyntaxError> {
-        Self::parse(text)
-    }
+            fn read(text: &str) -> Result<Self, SyntaxError> {
+                $read(text)
+            }
+        }
+    )*};
 }
 
-impl Meaning for (Expr, Expr) {
-    const ANY: &'static str = "0..0";
-
-    fn read(text: &str) -> Result<Self, SyntaxError> {
-        Expr::parse_range(text)
-    }
-}
-
-impl Meaning for Extents {
-    const ANY: &'static str = "";
-
-    fn read(text: &str) -> Result<Self, SyntaxError> {
-        Expr::parse_list(text)
-    }
-}
-
-impl Meaning for TextTemplate {
-    const ANY: &'static str = "";
-
-    fn read(text: &str) -> Result<Self, SyntaxError> {
-        Self::parse(text)
-    }
-}
-
-impl Meaning for Arc<str> {
-    const ANY: &'static str = "";
-
-    fn read(text: &str) -> Result<Self, SyntaxError> {
-        Ok(text.into())
-    }
+meanings! {
+    Expr: "absent", Self::parse;
+    (Expr, Expr): "0..0", Expr::parse_range;
+    Extents: "", Expr::parse_list;
+    TextTemplate: "", Self::parse;
+    Arc<str>: "", |text: &str| Ok(text.into());
 }
 
 /// What a text means. If it means nothing, that is noted.
