@@ -48,15 +48,15 @@ impl RemoteBytes {
         let source = checkpoint.source();
         let Some(remote) = source.remote() else { return Ok(None) };
         let mut found = Self::default();
-        let mut reads = Reads::default();
+        let mut reads = Reads::new();
         for file in checkpoint.files() {
             if let Some(id) = file.file.filter(|_| file.role == FileRole::Other && file.size_bytes <= OTHER_BYTES_MAX) {
-                reads.of(id).spans.extend(ByteSpan::new(0, file.size_bytes));
+                reads.entry(id).or_default().spans.extend(ByteSpan::new(0, file.size_bytes));
             }
         }
         for (name, plan) in views {
             let is_short = plan.devices.len() <= DEVICES_MAX;
-            let read = || if is_short { Reads::of_plan(checkpoint, remote, plan) } else { Ok(Reads::default()) };
+            let read = || if is_short { reads_of(checkpoint, remote, plan) } else { Ok(Reads::new()) };
             let (amplification, read) = rayon::join(|| Amplification::of(checkpoint, plan), read);
             let rows = plan.devices.iter().zip(&amplification.devices);
             found.devices.extend(rows.map(|(device, reads)| ((*name).to_owned(), *device, reads.needed_bytes)));
@@ -64,21 +64,20 @@ impl RemoteBytes {
             if !is_short {
                 for file in checkpoint.files().iter().filter(|file| file.role == FileRole::Weights) {
                     let Some(id) = file.file else { continue };
-                    reads.of(id).spans.extend(ByteSpan::new(0, file.size_bytes));
+                    reads.entry(id).or_default().spans.extend(ByteSpan::new(0, file.size_bytes));
                 }
                 continue;
             }
-            reads = reads.and(read?);
+            reads = both(reads, read?);
         }
-        for (file, FileReads { mut spans, mut spanned, mut absent }) in reads.by_file {
+        for (file, FileReads { mut spans, mut spanned, mut absent }) in reads {
             merge(&mut spans, 0);
             if spans.is_empty() {
                 continue;
             }
             spanned.extend(blocks_of(&spans, source.len_bytes(file)));
             absent.extend(remote.absent_spans(file, &spans));
-            for (all, bytes) in [(spanned, &mut found.spanned_bytes), (absent, &mut found.absent_bytes)] {
-                let mut all = all;
+            for (mut all, bytes) in [(spanned, &mut found.spanned_bytes), (absent, &mut found.absent_bytes)] {
                 merge(&mut all, 0);
                 *bytes += all.iter().map(|span| span.len()).sum::<u64>();
             }
@@ -137,39 +136,30 @@ impl FileReads {
 }
 
 /// What is read of all files.
-#[derive(Debug, Default)]
-struct Reads {
-    by_file: BTreeMap<FileId, FileReads>,
+type Reads = BTreeMap<FileId, FileReads>;
+
+/// What the listed devices of a plan read. Parts of tensors are looked at at the same time.
+fn reads_of(checkpoint: &Checkpoint, remote: &dyn RemoteSource, plan: &Plan) -> Result<Reads, String> {
+    let of_tensor = |tensor| plan.needed_parts(tensor, &plan.devices).into_iter().map(move |part| (tensor, part));
+    let parts: Vec<(&PlannedTensor, Region)> = plan.bundle().flat_map(of_tensor).collect();
+    let add = |mut all: Reads, (tensor, part): &(&PlannedTensor, Region)| {
+        for_each_of_part(checkpoint, tensor, part, FETCHED_BYTES, &mut |file, spans| {
+            all.entry(file).or_default().add(remote, file, checkpoint.source().len_bytes(file), spans);
+            true
+        })?;
+        Ok::<Reads, String>(all)
+    };
+    parts.par_iter().try_fold(Reads::new, add).try_reduce(Reads::new, |left, right| Ok(both(left, right)))
 }
 
-impl Reads {
-    /// What the listed devices of a plan read. Parts of tensors are looked at at the same time.
-    fn of_plan(checkpoint: &Checkpoint, remote: &dyn RemoteSource, plan: &Plan) -> Result<Self, String> {
-        let of_tensor = |tensor| plan.needed_parts(tensor, &plan.devices).into_iter().map(move |part| (tensor, part));
-        let parts: Vec<(&PlannedTensor, Region)> = plan.bundle().flat_map(of_tensor).collect();
-        let add = |mut all: Self, (tensor, part): &(&PlannedTensor, Region)| {
-            for_each_of_part(checkpoint, tensor, part, FETCHED_BYTES, &mut |file, spans| {
-                all.of(file).add(remote, file, checkpoint.source().len_bytes(file), spans);
-                true
-            })?;
-            Ok::<Self, String>(all)
-        };
-        parts.par_iter().try_fold(Self::default, add).try_reduce(Self::default, |left, right| Ok(left.and(right)))
+fn both(mut reads: Reads, others: Reads) -> Reads {
+    for (file, FileReads { spans, spanned, absent }) in others {
+        let own = reads.entry(file).or_default();
+        add(&mut own.spans, &spans);
+        add(&mut own.spanned, &spanned);
+        add(&mut own.absent, &absent);
     }
-
-    fn of(&mut self, file: FileId) -> &mut FileReads {
-        self.by_file.entry(file).or_default()
-    }
-
-    fn and(mut self, other: Self) -> Self {
-        for (file, FileReads { spans, spanned, absent }) in other.by_file {
-            let own = self.of(file);
-            add(&mut own.spans, &spans);
-            add(&mut own.spanned, &spanned);
-            add(&mut own.absent, &absent);
-        }
-        self
-    }
+    reads
 }
 
 /// Adds spans to those of a file.
