@@ -153,7 +153,7 @@ pub trait Source: Send + Sync {
     /// Fills all parts, in any order and, where that helps, at the same time. The only call that waits for bytes.
     ///
     /// # Errors
-    /// [`SourceError::OutOfBounds`], [`SourceError::Io`], or the error that poisoned the file. The content of the parts is then
+    /// [`SourceError::Refused`], [`SourceError::Io`], or the error that poisoned the file. The content of the parts is then
     /// unspecified.
     fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError>;
 
@@ -198,7 +198,7 @@ pub trait Source: Send + Sync {
     /// Compares the bytes of a file with the digest that is known of it, unless they were compared before. Waits for the result.
     ///
     /// # Errors
-    /// [`SourceError::Corrupt`] if the bytes have another digest, or the error that poisoned the file before.
+    /// [`SourceError::Lost`] if the bytes have another digest, or the error that poisoned the file before.
     fn compare(&self, _: FileId) -> Result<Compared, SourceError> {
         Ok(Compared::Unknown)
     }
@@ -285,7 +285,7 @@ pub trait Maps {
     /// result is an error. Calls may nest. `None`, without calling `work`, if the file is not mapped; the caller then fetches.
     ///
     /// # Errors
-    /// [`SourceError::OutOfBounds`], or the error that poisoned the file. The output of `work` is then invalid.
+    /// [`SourceError::Refused`], or the error that poisoned the file. The output of `work` is then invalid.
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>>;
 
     /// Tells that `bytes` of a span that was passed to `work` were of use; the others lay in between.

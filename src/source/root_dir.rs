@@ -103,11 +103,8 @@ impl Opened {
     /// # Errors
     /// The process may open no more files.
     pub fn try_clone(&self) -> Result<Self, SourceError> {
-        let file = self.file.try_clone().map_err(|error| SourceError::Io {
-            file: Arc::clone(&self.path),
-            action: "open a second time".to_owned(),
-            error: Arc::new(error),
-        })?;
+        let again = self.file.try_clone();
+        let file = again.map_err(|error| SourceError::io(Arc::clone(&self.path), "open a second time", error))?;
         let Self { path, gates, revalidate, remote, digest, .. } = self;
         Ok(Self {
             path: Arc::clone(path),
@@ -255,11 +252,11 @@ impl FoundFile {
     /// Opens it for reading.
     ///
     /// # Errors
-    /// [`SourceError::NotRegular`] if it is not a regular file, which is then not opened; [`SourceError::Io`].
+    /// [`SourceError::Refused`] if it is not a regular file, which is then not opened; [`SourceError::Io`].
     pub fn open(self, root: Option<&Arc<RootDir>>) -> Result<Opened, SourceError> {
         let path: Arc<Path> = Arc::from(self.path);
         if !self.meta.is_file() {
-            return Err(SourceError::NotRegular { file: path });
+            return Err(SourceError::Refused { file: path, text: "not a regular file".to_owned() });
         }
         let file = reopen(&self.fd, &self.real, &self.meta)
             .map_err(|error| SourceError::io(Arc::clone(&path), "open", error))?;
@@ -352,7 +349,13 @@ fn raise_open_file_limit() -> Option<u64> {
 pub fn check_open_file_limit(files: usize) -> Result<(), SourceError> {
     let Some(limit) = raise_open_file_limit() else { return Ok(()) };
     let needed = files as u64 + OTHER_DESCRIPTORS;
-    if limit < needed { Err(SourceError::FileLimit { files, needed, limit }) } else { Ok(()) }
+    if limit >= needed {
+        return Ok(());
+    }
+    Err(SourceError::FileLimit(format!(
+        "{files} source files stay open: expected a limit of {needed} open files or more, found {limit}; raise it (ulimit -n \
+         {needed}, or LimitNOFILE={needed} of a systemd unit)"
+    )))
 }
 
 /// The permission checks of a copy in the cache: only the user whose credentials fetched the object may read it.
@@ -619,7 +622,7 @@ mod tests {
         let root = Arc::new(RootDir::open(dir.path()).unwrap());
         for name in ["pipe", "device"] {
             let found = root.find(name).unwrap();
-            assert!(matches!(found.open(Some(&root)), Err(SourceError::NotRegular { .. })), "{name}");
+            assert!(matches!(found.open(Some(&root)), Err(SourceError::Refused { .. })), "{name}");
         }
     }
 }

@@ -273,7 +273,7 @@ mod tests {
     };
 
     use super::*;
-    use ckfs_source::{Aspect, SourceError};
+    use ckfs_source::SourceError;
 
     fn json_of(health: &VolumeHealth, poisoned: &[(PathBuf, Poison)]) -> Value {
         let poisoned = poisoned.iter().map(|(path, poison)| (path.as_path(), poison.clone()));
@@ -322,7 +322,7 @@ mod tests {
         let since = UNIX_EPOCH + Duration::from_secs(1);
         let poison = |number: usize| {
             let file: Arc<Path> = Arc::from(PathBuf::from(format!("/s/{number}")));
-            let error = SourceError::Changed { file: file.clone(), aspect: Aspect::Size, expected: 1, found: 2 };
+            let error = SourceError::Lost { file: file.clone(), flaw: "changed".to_owned() };
             (file.to_path_buf(), Poison { error, since })
         };
         let poisoned: Vec<_> = (0..40).map(poison).collect();

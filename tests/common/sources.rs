@@ -12,7 +12,7 @@ use std::{
 };
 
 use ckfs::source::{
-    Aspect, ByteSpan, ContentName, FetchPart, FileId, Health, KernelBytes, Maps, Pin, ReadFailure, Replied, Source,
+    ByteSpan, ContentName, FetchPart, FileId, Health, KernelBytes, Maps, Pin, ReadFailure, Replied, Source,
     SourceError, permission::AccessRules,
 };
 
@@ -65,12 +65,11 @@ impl Source for MemoryFiles {
     fn check(&self, file: FileId) -> Result<(), SourceError> {
         self.health.usable(file)?;
         let (pin, _, version) = &self.files[file.index()];
-        match i128::from(version.load(Ordering::Relaxed)) {
+        match version.load(Ordering::Relaxed) {
             0 => Ok(()),
             found => {
-                let (file_path, aspect) = (pin.path.clone(), Aspect::Version);
-                let error = SourceError::Changed { file: file_path, aspect, expected: 0, found };
-                Err(self.health.condemn(file, error))
+                let flaw = format!("changed since it was opened: version: expected 0, found {found}");
+                Err(self.health.condemn(file, SourceError::Lost { file: pin.path.clone(), flaw }))
             }
         }
     }
@@ -82,7 +81,7 @@ impl Source for MemoryFiles {
             let start = usize::try_from(part.start).unwrap_or(usize::MAX);
             let Some(found) = bytes.get(start..start.saturating_add(part.target.len())) else {
                 let span = part.span().or(ByteSpan::new(part.start, u64::MAX)).unwrap();
-                return Err(SourceError::OutOfBounds { file: pin.path.clone(), span, len_bytes: pin.len_bytes });
+                return Err(SourceError::out_of_bounds(&pin.path, span, pin.len_bytes));
             };
             part.target.copy_from_slice(found);
             Ok(())
@@ -176,8 +175,8 @@ impl Source for Watched {
 
     fn check(&self, file: FileId) -> Result<(), SourceError> {
         if self.fault == Fault::Changed && self.calls_left.load(Ordering::Relaxed) == 0 {
-            let (file, aspect) = (self.inner.pin(file).path.clone(), Aspect::Version);
-            return Err(SourceError::Changed { file, aspect, expected: 0, found: 1 });
+            let flaw = "changed since it was opened: version: expected 0, found 1".to_owned();
+            return Err(SourceError::Lost { file: self.inner.pin(file).path.clone(), flaw });
         }
         self.inner.check(file)
     }

@@ -93,13 +93,8 @@ impl Blob {
         if let Some(changed) = self.pinned.difference(nix::sys::stat::fstat(&self.pinned.file))? {
             return Err(self.health.condemn(changed));
         }
-        Err(self.health.condemn(SourceError::Corrupt {
-            file: Arc::clone(&self.pinned.pin.path),
-            kind: self.digest.kind(),
-            expected: self.digest.hex().to_owned(),
-            found,
-            advice: ADVICE,
-        }))
+        let path = Arc::clone(&self.pinned.pin.path);
+        Err(self.health.condemn(SourceError::corrupt(path, &self.digest, &found, ADVICE)))
     }
 
     /// The digest of the bytes.
@@ -290,11 +285,11 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let (state, path) = (directory.path().join("state"), blob(directory.path(), b"other"));
         let record = Arc::new(ComparedFiles::open(&state));
-        assert!(matches!(pin(&path, &record), Err(SourceError::Corrupt { .. })));
+        assert!(matches!(pin(&path, &record), Err(SourceError::Lost { .. })));
         let pinned = Pinned::new(FoundFile::named(&path).unwrap().open(None).unwrap(), SourceIo::Auto).unwrap();
         record.note(format!("{NAME} {}", pinned.identity.line()));
         pin(&path, &record).unwrap();
         File::options().write(true).open(&path).unwrap().set_modified(SystemTime::now()).unwrap();
-        assert!(matches!(pin(&path, &record), Err(SourceError::Corrupt { .. })), "a change ends it");
+        assert!(matches!(pin(&path, &record), Err(SourceError::Lost { .. })), "a change ends it");
     }
 }

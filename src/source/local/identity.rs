@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use nix::sys::stat::FileStat;
 
-use super::super::{Aspect, ContentName, this_process};
+use super::super::{ContentName, calendar::utc_of_ns, this_process};
 
 /// The identity of a file, compared with the pinned one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,17 +60,19 @@ impl Identity {
     }
 
     /// The first aspect in which `found` differs, with both values; the most informative aspects come first.
-    pub(super) fn difference(&self, found: &Self) -> Option<(Aspect, i128, i128)> {
-        [
-            (Aspect::Device, i128::from(self.device), i128::from(found.device)),
-            (Aspect::Inode, i128::from(self.inode), i128::from(found.inode)),
-            (Aspect::Named, i128::from(self.is_named), i128::from(found.is_named)),
-            (Aspect::Size, i128::from(self.size_bytes), i128::from(found.size_bytes)),
-            (Aspect::Modified, self.modified_ns, found.modified_ns),
-            (Aspect::StatusChanged, self.status_changed_ns, found.status_changed_ns),
-        ]
-        .into_iter()
-        .find(|(_, expected, found)| expected != found)
+    pub(super) fn difference(&self, found: &Self) -> Option<String> {
+        type Row = (&'static str, fn(&Identity) -> i128, fn(i128) -> String);
+        let number = |value: i128| value.to_string();
+        let rows: [Row; 6] = [
+            ("device", |of| of.device.into(), number),
+            ("inode", |of| of.inode.into(), number),
+            ("names (0 when deleted or replaced)", |of| of.is_named.into(), number),
+            ("size in bytes", |of| of.size_bytes.into(), number),
+            ("modification time", |of| of.modified_ns, utc_of_ns),
+            ("status change time (content, name, links or permissions)", |of| of.status_changed_ns, utc_of_ns),
+        ];
+        let (aspect, of, shown) = rows.into_iter().find(|(_, of, _)| of(self) != of(found))?;
+        Some(format!("{aspect}: expected {}, found {}", shown(of(self)), shown(of(found))))
     }
 
     pub(super) fn modified(&self) -> SystemTime {

@@ -113,11 +113,11 @@ impl LocalFiles {
     }
 
     /// Poisons a file after a failed access, with the difference that `fstat` finds, or else with `otherwise`.
-    fn poison_after(&self, file: FileId, otherwise: SourceError) -> SourceError {
+    fn poison_after(&self, file: FileId, flaw: String) -> SourceError {
         let pinned = self.pinned(file);
         match pinned.difference(fstat(&pinned.file)) {
             Ok(Some(changed)) => self.health.condemn(file, changed),
-            Ok(None) | Err(_) => self.health.condemn(file, otherwise),
+            Ok(None) | Err(_) => self.health.condemn(file, SourceError::Lost { file: pinned.pin.path.clone(), flaw }),
         }
     }
 
@@ -142,10 +142,9 @@ impl LocalFiles {
             let len = rest.len().min(piece_bytes);
             match pinned.file.read_at(&mut rest[..len], at) {
                 Ok(0) => {
-                    let found = at - span.start();
-                    return Err(
-                        self.poison_after(file, SourceError::Short { file: pinned.pin.path.clone(), span, found })
-                    );
+                    let (expected, found) = (span.len(), at - span.start());
+                    let flaw = format!("bytes {span}: expected {expected} bytes, found {found}");
+                    return Err(self.poison_after(file, flaw));
                 }
                 Ok(got) => {
                     rest = &mut rest[got..];
@@ -261,7 +260,8 @@ impl Maps for LocalFiles {
         let _fetching = self.health.begin(WaitTarget::Mapped(file, span));
         self.window.touch(&self.maps, maps, span);
         let done = maps.with(&pinned.file, &pinned.pin.path, span, work)?;
-        let fault = |_| self.poison_after(file, SourceError::Fault { file: pinned.pin.path.clone(), span });
+        let flaw = || format!("bytes {span} could not be mapped: the file was truncated or its device failed");
+        let fault = |_| self.poison_after(file, flaw());
         Some(done.map_err(fault))
     }
 

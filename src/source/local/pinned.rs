@@ -115,13 +115,11 @@ impl Pinned {
             // The times of a file of the cache change as blocks come.
             found = found.with_times_of(&self.identity);
         }
-        let difference = self.identity.difference(&found);
-        Ok(difference.map(|(aspect, expected, found)| SourceError::Changed {
+        let changed = |what| SourceError::Lost {
             file: self.pin.path.clone(),
-            aspect,
-            expected,
-            found,
-        }))
+            flaw: format!("changed since it was opened: {what}"),
+        };
+        Ok(self.identity.difference(&found).map(changed))
     }
 
     pub(super) fn io(&self, action: impl Into<String>, error: impl Into<io::Error>) -> SourceError {
@@ -134,7 +132,7 @@ impl Pinned {
         if span.end() <= len_bytes {
             Ok(span)
         } else {
-            Err(SourceError::OutOfBounds { file: self.pin.path.clone(), span, len_bytes })
+            Err(SourceError::out_of_bounds(&self.pin.path, span, len_bytes))
         }
     }
 }

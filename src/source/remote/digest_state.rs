@@ -25,8 +25,7 @@ pub(super) struct Mismatch {
 impl Mismatch {
     /// The error of a file.
     pub(super) fn error(&self, file: Arc<std::path::Path>) -> SourceError {
-        let (kind, expected) = (self.expected.kind(), self.expected.hex().to_owned());
-        SourceError::Corrupt { file, kind, expected, found: self.found.clone(), advice: ADVICE }
+        SourceError::corrupt(file, &self.expected, &self.found, ADVICE)
     }
 }
 

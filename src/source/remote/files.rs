@@ -166,19 +166,19 @@ impl RemoteFiles {
     }
 
     /// The error of a read, which poisons the file if its object has changed.
-    fn error(&self, file: FileId, span: ByteSpan, error: &Arc<RemoteError>) -> SourceError {
+    fn error(&self, file: FileId, span: ByteSpan, error: &RemoteError) -> SourceError {
         let path = Arc::clone(&self.local.pin(file).path);
         match &error.failure {
             Failure::Changed { expected, found } => {
-                let (expected, found) = (expected.clone(), found.clone());
-                self.health().condemn(file, SourceError::OtherVersion { file: path, expected, found })
+                let flaw = format!("changed since it was listed: expected version {expected}, found {found}");
+                self.health().condemn(file, SourceError::Lost { file: path, flaw })
             }
             Failure::Transient
             | Failure::Busy(_)
             | Failure::TimedOut
             | Failure::NotFound
             | Failure::Refused
-            | Failure::Unsupported => SourceError::Remote { file: path, span, error: Arc::clone(error) },
+            | Failure::Unsupported => SourceError::remote(path, span, error),
         }
     }
 

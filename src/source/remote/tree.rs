@@ -197,7 +197,7 @@ impl RemoteTree {
                 let object = named.next().filter(|_| named.next().is_none());
                 let file = object.map_or_else(|| Arc::from(Path::new(&error.what)), |object| Arc::clone(&object.name));
                 let span = error.span.unwrap_or_else(|| object.map_or(ByteSpan::EMPTY, |object| object.file.span()));
-                Err(SourceError::Remote { file, span, error })
+                Err(SourceError::remote(file, span, &error))
             }
         })
     }

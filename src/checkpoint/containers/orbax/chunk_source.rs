@@ -103,7 +103,7 @@ impl ChunkSource {
             let beyond = ByteSpan::new(part.start, u64::MAX).expect("no start is above u64::MAX");
             let span = part.span().unwrap_or(beyond);
             if span.end() > len_bytes {
-                return Err(SourceError::OutOfBounds { file: self.pin(file).path.clone(), span, len_bytes });
+                return Err(SourceError::out_of_bounds(&self.pin(file).path, span, len_bytes));
             }
             let (mut at, mut rest) = (part.start, &mut *part.target);
             while !rest.is_empty() {
@@ -351,7 +351,7 @@ impl ChunkSource {
         self.inner.health().usable(FileId(decoded.stored_in))?;
         let len_bytes = decoded.len_bytes();
         if span.end() > len_bytes {
-            return Err(SourceError::OutOfBounds { file: self.pin(file).path.clone(), span, len_bytes });
+            return Err(SourceError::out_of_bounds(&self.pin(file).path, span, len_bytes));
         }
         if span.is_empty() {
             work(&[]);

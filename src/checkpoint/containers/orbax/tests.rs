@@ -421,14 +421,14 @@ fn decoded_files_follow_the_files_that_they_are_stored_in() {
         // A whole chunk is 2 x 3 elements of 2 bytes.
         assert_eq!(source.len_bytes(decoded), 12);
         let mut two = [0; 13];
-        assert!(matches!(source.read_into(decoded, 0, &mut two), Err(SourceError::OutOfBounds { .. })));
-        assert!(matches!(source.read_into(decoded, u64::MAX, &mut two), Err(SourceError::OutOfBounds { .. })));
+        assert!(matches!(source.read_into(decoded, 0, &mut two), Err(SourceError::Refused { .. })));
+        assert!(matches!(source.read_into(decoded, u64::MAX, &mut two), Err(SourceError::Refused { .. })));
         source.read_into(decoded, 12, &mut []).unwrap();
         source.read_into(decoded, 3, &mut two[..9]).unwrap();
     }
     assert_eq!(source.chunks().unwrap().decoded_count(), own as u64);
     // One file is lost: its decoded file too, and no other.
-    let error = SourceError::NotRegular { file: source.pin(FileId(1)).path.clone() };
+    let error = SourceError::Lost { file: source.pin(FileId(1)).path.clone(), flaw: "lost".to_owned() };
     source.health().condemn(FileId(1), error);
     let decoded = FileId(u32::try_from(own).unwrap() + 1);
     assert!(source.check(decoded).is_err() && source.health().is_poisoned(decoded));
@@ -471,7 +471,7 @@ fn chunks_that_will_be_read_are_decoded_before_and_once() {
     });
     assert_eq!(source.chunks().unwrap().decoded_count(), own as u64);
     // A file that is lost is not decoded, and its reader is told.
-    let error = SourceError::NotRegular { file: source.pin(FileId(0)).path.clone() };
+    let error = SourceError::Lost { file: source.pin(FileId(0)).path.clone(), flaw: "lost".to_owned() };
     source.health().condemn(FileId(0), error);
     maps.will_need(FileId::at(own), ByteSpan::new(0, 12).unwrap());
     assert!(source.read_into(FileId::at(own), 0, &mut [0]).is_err());
