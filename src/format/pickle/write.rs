@@ -3,8 +3,8 @@
 //! The pickle machine has a stack: each call here pushes a value or folds the topmost ones into one. Globals and words given
 //! to [`Pickle::word`] are memoized, so that they are written once.
 //!
-//! A pickle of very many rows is written in parts that do not depend on their place: its words are memoized first of all
-//! ([`Pickle::remember`]), and rows are put together from parts with `push_int`, `push_wide_int` and `push_get`.
+//! A pickle of very many rows is written in parts that do not depend on their place: its words are memoized first of all, and rows
+//! are put together from parts with `push_int`, `push_wide_int` and `push_get`.
 //!
 //! Values of a pickle that was read are written anew with `Pickle::copy`, each once.
 //!
@@ -62,34 +62,13 @@ impl<'a> Pickle<'a> {
         empty_list b']' "Pushes `[]`.";
         mark b'(' "Marks the stack for [`Pickle::tuple`].";
         tuple b't' "Folds everything above the mark into a tuple.";
-        tuple1 0x85 "Folds one value into a tuple.";
         call b'R' "Calls the second value from the top with the tuple on top.";
         new_object 0x81 "Makes an object of the class second from the top with the tuple on top, without `__init__`.";
         build b'b' "Gives the object second from the top the state on top.";
         set_item b's' "Puts key and value, on top, into the dictionary below.";
         append b'a' "Puts the value on top into the list below.";
         persistent b'Q' "Replaces the value on top by the object that it names to the reader.";
-        pop b'0' "Drops the value on top.";
         stop b'.' "Ends the pickle: its value is on top.";
-    }
-
-    /// Goes on with a pickle whose memo holds these words already.
-    pub(crate) fn resume(out: &'a mut dyn Write, memo: Memo) -> Self {
-        Self { out, memo: memo.0, storages: Vec::new() }
-    }
-
-    /// Memoizes the word or global that `push` pushes, and pushes nothing.
-    ///
-    /// # Errors
-    /// What the output fails with.
-    pub fn remember(&mut self, push: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
-        push(self)?;
-        self.pop()
-    }
-
-    /// What is memoized by now.
-    pub fn memo(&self) -> Memo {
-        Memo(self.memo.clone())
     }
 
     /// Gets a memoized value, or lets `push` push it and memoizes that.
@@ -254,35 +233,11 @@ impl<'a> Pickle<'a> {
         }
         Ok(())
     }
-
-    /// Pushes an object of a class without calling `__init__`; [`Pickle::build`] gives it its state.
-    ///
-    /// # Errors
-    /// What the output fails with.
-    pub fn object(&mut self, module: &str, class: &str) -> io::Result<()> {
-        self.global(module, class)?;
-        self.empty_tuple()?;
-        self.new_object()
-    }
 }
 
 /// What a value is not copied with.
 fn not_copied(what: &dyn std::fmt::Display) -> io::Error {
     io::Error::other(format!("{what} is not written anew"))
-}
-
-/// The words and globals that a pickle has memoized.
-#[derive(Clone, Debug, Default)]
-pub struct Memo(HashMap<String, u32>);
-
-impl Memo {
-    /// Number of memoized values: the first slot that is free.
-    ///
-    /// # Panics
-    /// Never: a pickle has a few dozen words.
-    pub(crate) fn next_slot(&self) -> u32 {
-        u32::try_from(self.0.len()).expect("a pickle has a few dozen words")
-    }
 }
 
 /// Appends the push of a number, in as few bytes as it takes.
