@@ -125,6 +125,13 @@ struct Listing {
     starts: Vec<u64>,
 }
 
+/// What is asked of an archive: its tensors, or its pickle as it is.
+#[derive(Debug)]
+enum Found {
+    Object(TorchObject),
+    Pickle(Unpickled),
+}
+
 #[derive(Debug)]
 enum Stage {
     /// The end of the archive is looked at.
@@ -133,10 +140,8 @@ enum Stage {
     Directory(ZipDirectory),
     /// The entries are known.
     Pickle(Listing),
-    /// The tensors are known.
-    Storages(Listing, TorchObject),
-    /// The pickle is kept, and which storages it refers to is known.
-    Kept(Listing, Unpickled),
+    /// Which storages are needed is known.
+    Storages(Listing, Found),
     Done(SavedContents),
     Opened(OpenedArchive),
 }
@@ -162,7 +167,7 @@ pub struct OpenedArchive {
     /// The saved object.
     pub pickle: Unpickled,
     /// First byte and length of each storage, by key.
-    storages: HashMap<String, (u64, u64)>,
+    storages: Storages,
 }
 
 impl OpenedArchive {
@@ -176,14 +181,8 @@ impl OpenedArchive {
     /// # Errors
     /// It is not described as torch describes tensors, or its storage is not as long as it says.
     pub fn tensor(&self, id: Id, name: &str) -> Result<Option<SavedTensor>, ArchiveError> {
-        let Some(tensor) = torch_state::tensor(&self.pickle, id, name)? else { return Ok(None) };
-        let entry = format!("data/{}", tensor.storage);
-        let storage = self.storages.get(&tensor.storage).ok_or_else(|| ArchiveError::missing(&entry))?;
-        let (storage_start, found) = *storage;
-        if found == tensor.storage_bytes {
-            return Ok(Some(SavedTensor { tensor, storage_start }));
-        }
-        Err(ArchiveError::length(&entry, tensor.storage_bytes, found))
+        let tensor = torch_state::tensor(&self.pickle, id, name)?;
+        tensor.map(|tensor| saved(&self.storages, tensor)).transpose()
     }
 }
 
@@ -265,8 +264,7 @@ impl TorchArchive {
                 Ok((Stage::Pickle(Listing::new(unzip::parse_directory(bytes, directory)?, directory)?), Vec::new()))
             }
             Stage::Pickle(listing) => self.read_pickle(listing),
-            Stage::Storages(listing, object) => self.find_storages(listing, object),
-            Stage::Kept(listing, pickle) => self.find_kept(listing, pickle),
+            Stage::Storages(listing, found) => self.find_storages(listing, found),
             Stage::Done(_) | Stage::Opened(_) => Ok((stage, Vec::new())),
         }
     }
@@ -321,11 +319,11 @@ impl TorchArchive {
         let bytes = self.content(&listing, pickle)?;
         let allowed = self.keeps.unwrap_or(torch_state::is_allowed);
         let pickle = unpickle::read(bytes, Limits::default(), &allowed)?;
-        if self.keeps.is_some() {
-            return Ok((Stage::Kept(listing, pickle), Vec::new()));
-        }
-        let object = torch_state::object(&pickle)?;
-        Ok((Stage::Storages(listing, object), Vec::new()))
+        let found = match self.keeps {
+            Some(_) => Found::Pickle(pickle),
+            None => Found::Object(torch_state::object(&pickle)?),
+        };
+        Ok((Stage::Storages(listing, found), Vec::new()))
     }
 
     /// The data of an entry whose region was given, with the right checksum.
@@ -364,62 +362,49 @@ impl TorchArchive {
         region.start..region.end.min(first.end.max(region.start + len))
     }
 
-    /// The entries of these storages, and the local headers among theirs that were not given yet.
-    fn storage_entries<'a>(
-        &self,
-        listing: &Listing,
-        keys: HashSet<&'a str>,
-    ) -> Result<StorageEntries<'a>, ArchiveError> {
+    /// The places of the storages, once the local headers before them are there.
+    fn find_storages(&self, listing: Listing, found: Found) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+        let keys: HashSet<&str> = match &found {
+            Found::Object(object) => object.tensors.iter().map(|tensor| tensor.storage.as_str()).collect(),
+            Found::Pickle(pickle) => torch_state::storage_keys(pickle),
+        };
         let root = listing.root()?;
         let mut numbers = HashMap::with_capacity(keys.len());
         for key in keys {
-            numbers.insert(key, listing.find(&format!("{root}data/{key}"))?);
+            numbers.insert(key.to_owned(), listing.find(&format!("{root}data/{key}"))?);
         }
-        let mut missing = self.missing(numbers.values().map(|number| self.local_header(listing, *number)));
-        missing.sort_unstable_by_key(|span| span.start);
-        Ok((numbers, missing))
-    }
-
-    fn find_kept(&self, listing: Listing, pickle: Unpickled) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
-        let (numbers, missing) = self.storage_entries(&listing, torch_state::storage_keys(&pickle))?;
+        let mut missing = self.missing(numbers.values().map(|number| self.local_header(&listing, *number)));
         if !missing.is_empty() {
-            drop(numbers);
-            return Ok((Stage::Kept(listing, pickle), missing));
+            missing.sort_unstable_by_key(|span| span.start);
+            return Ok((Stage::Storages(listing, found), missing));
         }
-        let mut storages = HashMap::with_capacity(numbers.len());
-        for (key, number) in numbers {
-            let len = listing.entries[number].len_bytes;
-            storages.insert(key.to_owned(), (self.data_start(&listing, number)?, len));
-        }
-        Ok((Stage::Opened(OpenedArchive { pickle, storages }), Vec::new()))
-    }
-
-    fn find_storages(&self, listing: Listing, object: TorchObject) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
-        let keys = object.tensors.iter().map(|tensor| tensor.storage.as_str()).collect();
-        let (numbers, missing) = self.storage_entries(&listing, keys)?;
-        if !missing.is_empty() {
-            drop(numbers);
-            return Ok((Stage::Storages(listing, object), missing));
-        }
-        let numbers: HashMap<String, usize> =
-            numbers.into_iter().map(|(key, number)| (key.to_owned(), number)).collect();
-        let saved = |tensor: TorchTensor| {
-            let number = numbers[&tensor.storage];
-            let ZipEntry { name, len_bytes: found, .. } = &listing.entries[number];
-            let (expected, found) = (tensor.storage_bytes, *found);
-            if found != expected {
-                return Err(ArchiveError::length(name, expected, found));
-            }
-            Ok(SavedTensor { storage_start: self.data_start(&listing, number)?, tensor })
+        let place = |(key, number): (String, usize)| -> Result<(String, (u64, u64)), ArchiveError> {
+            Ok((key, (self.data_start(&listing, number)?, listing.entries[number].len_bytes)))
         };
-        let TorchObject { tensors, others } = object;
-        let tensors = tensors.into_iter().map(saved).collect::<Result<_, _>>()?;
-        Ok((Stage::Done(SavedContents { tensors, others }), Vec::new()))
+        let storages: Storages = numbers.into_iter().map(place).collect::<Result<_, _>>()?;
+        let stage = match found {
+            Found::Pickle(pickle) => Stage::Opened(OpenedArchive { pickle, storages }),
+            Found::Object(TorchObject { tensors, others }) => {
+                let tensors = tensors.into_iter().map(|tensor| saved(&storages, tensor)).collect::<Result<_, _>>()?;
+                Stage::Done(SavedContents { tensors, others })
+            }
+        };
+        Ok((stage, Vec::new()))
     }
 }
 
-/// Numbers of the entries of storages, by key, and the spans that are needed to find their data.
-type StorageEntries<'a> = (HashMap<&'a str, usize>, Vec<Range<u64>>);
+/// First byte and length of each storage in the archive, by its key.
+type Storages = HashMap<String, (u64, u64)>;
+
+/// A tensor with the place of its storage.
+fn saved(storages: &Storages, tensor: TorchTensor) -> Result<SavedTensor, ArchiveError> {
+    let entry = format!("data/{}", tensor.storage);
+    let (storage_start, found) = *storages.get(&tensor.storage).ok_or_else(|| ArchiveError::missing(&entry))?;
+    if found == tensor.storage_bytes {
+        return Ok(SavedTensor { tensor, storage_start });
+    }
+    Err(ArchiveError::length(&entry, tensor.storage_bytes, found))
+}
 
 impl Listing {
     fn new(entries: Vec<ZipEntry>, directory: ZipDirectory) -> Result<Self, ArchiveError> {
