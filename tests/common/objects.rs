@@ -131,7 +131,7 @@ impl Objects for MemoryObjects {
             Some(Mishap::Fails(failure)) => return Err(failed(failure)),
             Some(Mishap::Hangs) => {
                 thread::sleep(until.saturating_duration_since(Instant::now()));
-                return Err(failed(Failure::TimedOut));
+                return Err(failed(Failure::Transient));
             }
             Some(Mishap::CutAfter(len)) => {
                 bytes = &bytes[..bytes.len().min(usize::try_from(len).unwrap())];

@@ -12,8 +12,6 @@ pub enum Failure {
     Transient,
     /// The service asks for a pause, for this long if it says so. All threads pause.
     Busy(Option<Duration>),
-    /// No byte arrived within the time limit.
-    TimedOut,
     /// The object has another version than the pinned one.
     Changed {
         /// The pinned version.
@@ -71,26 +69,27 @@ impl RemoteError {
     /// Whether the same request may succeed later.
     pub fn is_transient(&self) -> bool {
         match self.failure {
-            Failure::Transient | Failure::Busy(_) | Failure::TimedOut => true,
+            Failure::Transient | Failure::Busy(_) => true,
             Failure::Changed { .. } | Failure::NotFound | Failure::Refused | Failure::Unsupported => false,
         }
     }
 }
 
-/// The message if a cause is that a server's certificate is not accepted: repetitions would not help.
+/// Why a connection failed, by what its causes say: plain words for the usual ones.
 #[cfg(feature = "hub")]
-pub(super) fn of_certificate(cause: &str) -> Option<String> {
-    let advice = "SSL_CERT_FILE names a file with the certificates of the authorities to trust";
-    cause.contains("invalid peer certificate").then(|| format!("{cause}; {advice}"))
-}
-
-/// The message about a connection that could not be made, in few words; `None` if the causes tell more.
-#[cfg(feature = "hub")]
-pub(super) fn of_connection(cause: &str) -> Option<&'static str> {
-    if cause.contains("dns error") || cause.contains("failed to lookup address") {
-        return Some("the name cannot be resolved (no network?)");
+pub(super) fn of_causes(causes: String) -> (Failure, String) {
+    if causes.contains("invalid peer certificate") {
+        let advice = "SSL_CERT_FILE names a file with the certificates of the authorities to trust";
+        return (Failure::Refused, format!("{causes}; {advice}"));
     }
-    cause.contains("Connection refused").then_some("it refuses connections")
+    let text = if causes.contains("dns error") || causes.contains("failed to lookup address") {
+        "the name cannot be resolved (no network?)".to_owned()
+    } else if causes.contains("Connection refused") {
+        "it refuses connections".to_owned()
+    } else {
+        causes
+    };
+    (Failure::Transient, text)
 }
 
 impl RemoteError {

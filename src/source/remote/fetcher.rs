@@ -371,7 +371,7 @@ pub(super) fn merged(ranges: &[Range<u64>], gap: u64) -> Vec<Range<u64>> {
 /// The error of a reader whose time is over.
 fn late(object: &RemoteObject, blocks: &Range<u64>) -> RemoteError {
     let message = "no answer within --source-timeout";
-    RemoteError::new(Failure::TimedOut, object.service.host(), &object.file.key, message)
+    RemoteError::new(Failure::Transient, object.service.host(), &object.file.key, message)
         .of_span(object.entry.span_of(blocks))
 }
 

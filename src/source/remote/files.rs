@@ -168,18 +168,11 @@ impl RemoteFiles {
     /// The error of a read, which poisons the file if its object has changed.
     fn error(&self, file: FileId, span: ByteSpan, error: &RemoteError) -> SourceError {
         let path = Arc::clone(&self.local.pin(file).path);
-        match &error.failure {
-            Failure::Changed { expected, found } => {
-                let flaw = format!("changed since it was listed: expected version {expected}, found {found}");
-                self.health().condemn(file, SourceError::Lost { file: path, flaw })
-            }
-            Failure::Transient
-            | Failure::Busy(_)
-            | Failure::TimedOut
-            | Failure::NotFound
-            | Failure::Refused
-            | Failure::Unsupported => SourceError::remote(path, span, error),
-        }
+        let Failure::Changed { expected, found } = &error.failure else {
+            return SourceError::remote(path, span, error);
+        };
+        let flaw = format!("changed since it was listed: expected version {expected}, found {found}");
+        self.health().condemn(file, SourceError::Lost { file: path, flaw })
     }
 
     /// Reads past the cache.

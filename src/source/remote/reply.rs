@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use http::{
     HeaderMap,
-    header::{CONTENT_ENCODING, DATE, RETRY_AFTER},
+    header::{AsHeaderName, CONTENT_ENCODING, DATE, RETRY_AFTER},
 };
 #[cfg(feature = "stores")]
 use http::{
@@ -19,6 +19,19 @@ use super::{
     error::{Failure, RemoteError},
     url_scheme::is_loopback,
 };
+
+/// The text of a header.
+pub(super) fn text_of(headers: &HeaderMap, name: impl AsHeaderName) -> Option<&str> {
+    headers.get(name)?.to_str().ok()
+}
+
+/// The service's name for the request, short and without characters that a terminal would obey.
+pub(super) fn request_id(headers: &HeaderMap) -> Option<String> {
+    const NAMES: [&str; 5] =
+        ["x-request-id", "x-amz-cf-id", "x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid"];
+    let id = NAMES.iter().find_map(|name| text_of(headers, *name))?;
+    Some(id.chars().filter(char::is_ascii_graphic).take(80).collect())
+}
 
 /// The error of a reply that is compressed although nothing requested that: its bytes would be taken for the object's. `aws-chunked`
 /// is how an object was uploaded, not how it is sent.
@@ -36,7 +49,7 @@ const WAIT_MAX: Duration = Duration::from_mins(15);
 
 /// The wait that a reply asks for. `date` is its own time, which is compared with the one that it asks to wait for: the clock of this
 /// machine may be another one.
-pub(super) fn wait_of(retry_after: &str, date: Option<&str>) -> Option<Duration> {
+fn wait_of(retry_after: &str, date: Option<&str>) -> Option<Duration> {
     let text = retry_after.trim();
     let wait = if let Ok(seconds) = text.parse() {
         Duration::from_secs(seconds)
@@ -48,12 +61,15 @@ pub(super) fn wait_of(retry_after: &str, date: Option<&str>) -> Option<Duration>
     Some(wait.min(WAIT_MAX))
 }
 
+/// The wait that an answer asks for by `Retry-After: 55`.
+pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
+    wait_of(text_of(headers, RETRY_AFTER)?, text_of(headers, DATE))
+}
+
 /// The wait that an answer asks for, by `RateLimit: "resolvers";r=0;t=55` or by `Retry-After: 55`.
 pub(super) fn asked(headers: &HeaderMap) -> Option<Duration> {
-    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    let of_limit = text("ratelimit").and_then(seconds_of_rate_limit);
-    let after = || wait_of(text(RETRY_AFTER.as_str())?, text(DATE.as_str()));
-    of_limit.map(|seconds| Duration::from_secs(seconds).min(WAIT_MAX)).or_else(after)
+    let of_limit = text_of(headers, "ratelimit").and_then(seconds_of_rate_limit);
+    of_limit.map(|seconds| Duration::from_secs(seconds).min(WAIT_MAX)).or_else(|| retry_after(headers))
 }
 
 /// The greatest `t=` of a list of limits that are used up, or of all if none says so.

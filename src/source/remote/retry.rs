@@ -295,7 +295,7 @@ fn given_up(error: RemoteError, gate: &Backoff, pause: Duration, over: Option<Du
 /// The error of a request that was not sent, since the service gets few at a time.
 fn out_of_time(gate: &Backoff) -> RemoteError {
     gate.reason().unwrap_or_else(|| {
-        RemoteError::new(Failure::TimedOut, "", "", "no request could be sent within --source-timeout")
+        RemoteError::new(Failure::Transient, "", "", "no request could be sent within --source-timeout")
     })
 }
 

@@ -45,6 +45,16 @@ pub fn install_tls() {
     });
 }
 
+/// What all clients have in common: they follow no redirect, since each of their users judges by itself where one leads.
+pub(crate) fn http_client() -> reqwest::ClientBuilder {
+    install_tls();
+    reqwest::Client::builder()
+        .user_agent(concat!("ckfs/", env!("CARGO_PKG_VERSION")))
+        .redirect(reqwest::redirect::Policy::none())
+        .connect_timeout(CONNECT_TIMEOUT)
+        .read_timeout(READ_TIMEOUT)
+}
+
 /// Why a client could not be made, with what helps.
 pub(crate) fn with_remedy(reason: String) -> String {
     if reason.contains("CA certificates") {

@@ -11,8 +11,7 @@ use std::{
 use bytes::Bytes;
 use reqwest::{
     Method, Response, StatusCode, Url,
-    header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderName, HeaderValue, LOCATION},
-    redirect::Policy,
+    header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderMap, HeaderValue, LOCATION},
 };
 use serde::de::DeserializeOwned;
 use tokio::time::timeout_at;
@@ -24,9 +23,9 @@ use super::{
             waits::Waits,
         },
         counters::RemoteCounters,
-        error::{Failure, RemoteError, of_certificate, of_connection},
+        error::{Failure, RemoteError, of_causes},
         interface::RemoteFile,
-        reply::{REDIRECTS_MAX, asked, may_follow, refusal},
+        reply::{REDIRECTS_MAX, asked, may_follow, refusal, request_id, text_of},
         retry::{Backoff, Deadline, retry},
         runtime,
     },
@@ -68,12 +67,7 @@ impl Hub {
         counters: Arc<RemoteCounters>,
     ) -> Result<Self, RemoteError> {
         let host = settings.endpoint.host_str().unwrap_or_default().to_owned();
-        runtime::install_tls();
-        let http = reqwest::Client::builder()
-            .user_agent(concat!("ckfs/", env!("CARGO_PKG_VERSION")))
-            .redirect(Policy::none())
-            .connect_timeout(runtime::CONNECT_TIMEOUT)
-            .read_timeout(runtime::READ_TIMEOUT)
+        let http = runtime::http_client()
             .pool_max_idle_per_host(IDLE_CONNECTIONS)
             // One connection for each request in flight: a single one of HTTP/2 is slower than its link.
             .http1_only()
@@ -268,7 +262,7 @@ impl Hub {
             if answer.status().is_success() {
                 return Ok(Followed { answer, described, url, leads_out: false });
             }
-            let target = answer.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+            let target = text_of(answer.headers(), LOCATION);
             let target = target.filter(|_| answer.status().is_redirection()).and_then(|text| url.join(text).ok());
             let Some(target) = target else {
                 return Err(of_status(&answer, Failure::Unsupported, self.host(), repo, "an unexpected answer"));
@@ -315,7 +309,7 @@ impl Hub {
         let answer = match timeout_at(until.into(), request.send()).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => return Err(of_transport(error, &host, what)),
-            Err(_) => return Err(failed(Failure::TimedOut, "no answer in time".to_owned())),
+            Err(_) => return Err(failed(Failure::Transient, "no answer in time".to_owned())),
         };
         let status = answer.status();
         if status == StatusCode::TOO_MANY_REQUESTS {
@@ -382,20 +376,8 @@ pub(super) async fn next_chunk(
     match timeout_at(until.into(), answer.chunk()).await {
         Ok(Ok(chunk)) => Ok(chunk),
         Ok(Err(error)) => Err(of_transport(error, host, what)),
-        Err(_) => Err(RemoteError::new(Failure::TimedOut, host, what, "the answer is not complete in time")),
+        Err(_) => Err(RemoteError::new(Failure::Transient, host, what, "the answer is not complete in time")),
     }
-}
-
-/// The text of a header; its name is in lower case.
-pub(super) fn header<'a>(headers: &'a HeaderMap, name: &'static str) -> Option<&'a str> {
-    headers.get(HeaderName::from_static(name))?.to_str().ok()
-}
-
-fn request_id(headers: &HeaderMap) -> Option<String> {
-    ["x-request-id", "x-amz-cf-id", "x-amz-request-id"]
-        .into_iter()
-        .find_map(|name| header(headers, name))
-        .map(|id| id.chars().take(80).collect())
 }
 
 /// An error about an answer with a status.
@@ -408,12 +390,8 @@ pub(super) fn of_status(answer: &Response, failure: Failure, host: &str, what: &
 
 /// An error without an answer, or in the middle of one. The message never has the address, which may be signed.
 fn of_transport(error: reqwest::Error, host: &str, what: &str) -> RemoteError {
-    let failure = if error.is_timeout() { Failure::TimedOut } else { Failure::Transient };
-    let causes = causes(&error.without_url());
-    if let Some(message) = of_certificate(&causes) {
-        return RemoteError::new(Failure::Refused, host, what, message);
-    }
-    RemoteError::new(failure, host, what, of_connection(&causes).map_or(causes.clone(), str::to_owned))
+    let (failure, message) = of_causes(causes(&error.without_url()));
+    RemoteError::new(failure, host, what, message)
 }
 
 /// An error with its causes, each once.

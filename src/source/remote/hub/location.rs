@@ -8,8 +8,9 @@ use super::{
     super::{
         error::{Failure, RemoteError},
         interface::{Content, RemoteFile},
+        reply::text_of,
     },
-    client::{Hub, header},
+    client::Hub,
     refusal::Subject,
 };
 
@@ -56,17 +57,17 @@ pub(super) async fn locate(
         )
     };
     let headers = &found.described;
-    if let Some(other) = header(headers, "x-repo-commit").filter(|found| *found != commit) {
+    if let Some(other) = text_of(headers, "x-repo-commit").filter(|found| *found != commit) {
         return Err(changed("commit", commit, other));
     }
-    let size = header(headers, "x-linked-size").and_then(|text| text.parse::<u64>().ok());
+    let size = text_of(headers, "x-linked-size").and_then(|text| text.parse::<u64>().ok());
     if let Some(other) = size.filter(|size| *size != file.size_bytes) {
         return Err(changed("size in bytes", &file.size_bytes.to_string(), &other.to_string()));
     }
     let (Content::Sha256(digest) | Content::GitBlob(digest) | Content::Version { version: digest, .. }) = &file.content;
-    let linked = header(headers, "x-linked-etag").map(unquoted);
+    let linked = text_of(headers, "x-linked-etag").map(unquoted);
     // Only the Hub's own tag is a digest. That of an answer without redirect is one unless a proxy made it.
-    let own = || found.answer.headers().get(ETAG).and_then(|value| value.to_str().ok()).map(unquoted);
+    let own = || text_of(found.answer.headers(), ETAG).map(unquoted);
     let own = own().filter(|tag| !found.leads_out && tag.len() == digest.len());
     if let Some(other) = linked.or(own).filter(|tag| tag != digest) {
         return Err(changed("digest", digest, other));

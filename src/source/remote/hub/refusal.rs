@@ -6,6 +6,7 @@ use super::{
     super::{
         super::digest::{SHA1_DIGITS, is_hex},
         error::Failure,
+        reply::text_of,
     },
     settings::HubSettings,
 };
@@ -32,8 +33,8 @@ pub(super) fn refusal_of(
     if !matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::NOT_FOUND) {
         return None;
     }
-    let header = |name: &str| answer.headers().get(name).and_then(|value| value.to_str().ok());
-    let text: String = header("x-error-message").unwrap_or_default().chars().take(TEXT_CHARS_MAX).collect();
+    let text: String =
+        text_of(answer.headers(), "x-error-message").unwrap_or_default().chars().take(TEXT_CHARS_MAX).collect();
     let page = format!("{}/{repo}", settings.endpoint.as_str().trim_end_matches('/'));
     let token = settings.token.as_ref().map(|token| &token.origin);
     let no_repository = || match token {
@@ -46,7 +47,7 @@ pub(super) fn refusal_of(
         ),
     };
     let no_file = |path: &str| format!("no file {path:?} in this revision");
-    Some(match (header("x-error-code"), status) {
+    Some(match (text_of(answer.headers(), "x-error-code"), status) {
         (Some("GatedRepo"), _) => {
             let message = match token {
                 None => format!(

@@ -25,7 +25,7 @@ use super::{
         error::{Failure, RemoteError},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, RemoteRepository, Sink},
-        reply::compressed,
+        reply::{compressed, text_of},
         retry::Deadline,
         runtime,
         shared::SharedCache,
@@ -109,7 +109,7 @@ impl Snapshot {
     ) -> Result<Location, RemoteError> {
         let late = |_| {
             let message = "the address of the file did not come in time";
-            RemoteError::new(Failure::TimedOut, self.hub.host(), &what_of(&self.repo, file), message)
+            RemoteError::new(Failure::Transient, self.hub.host(), &what_of(&self.repo, file), message)
         };
         let mut location = timeout_at(until.into(), known.location.lock()).await.map_err(late)?;
         if let Some(location) = location.as_ref().filter(|location| Some(location.generation) != refused) {
@@ -195,7 +195,7 @@ impl Hub {
 
 /// Compares the entity tag with the first one of the same address: the content network has one content at an address.
 fn check_tag(known: &Known, location: &Location, answer: &Response, body: &Body<'_>) -> Result<(), RemoteError> {
-    let Some(tag) = answer.headers().get(ETAG).and_then(|value| value.to_str().ok()).map(unquoted) else {
+    let Some(tag) = text_of(answer.headers(), ETAG).map(unquoted) else {
         return Ok(());
     };
     let mut tags = known.tags.lock();
@@ -242,8 +242,7 @@ impl Body<'_> {
         }
         match answer.status() {
             StatusCode::PARTIAL_CONTENT => {
-                let text =
-                    answer.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+                let text = text_of(answer.headers(), CONTENT_RANGE).unwrap_or_default();
                 let expected = (self.span.start(), self.span.end().saturating_sub(1));
                 match parse_content_range(text) {
                     Some((_, _, size)) if size != size_bytes => other_size(size),

@@ -18,11 +18,16 @@ use object_store::{
 use reqwest::{
     NoProxy, Proxy,
     dns::{Addrs, Name, Resolve, Resolving},
-    redirect::Policy,
 };
 use url::Url;
 
-use super::super::reply::{REDIRECTS_MAX, is_redirect, may_follow, refusal, without_credentials};
+use super::super::{
+    reply::{REDIRECTS_MAX, is_redirect, may_follow, refusal, text_of, without_credentials},
+    runtime::{CONNECT_TIMEOUT, http_client},
+};
+
+/// Longest time of one attempt. A slow reply goes on in the next.
+const REQUEST_TIMEOUT: Duration = Duration::from_mins(5);
 
 /// A client with the options of a store.
 ///
@@ -37,27 +42,19 @@ pub(super) fn client(options: &ClientOptions) -> object_store::Result<HttpClient
 fn builder(options: &ClientOptions) -> reqwest::Result<reqwest::ClientBuilder> {
     let text = |key| options.get_config_value(&key).filter(|text| !text.is_empty());
     let is_on = |key| text(key).is_some_and(|text| text == "true");
-    let time = |key| text(key).as_deref().and_then(duration);
-    let mut made = reqwest::Client::builder()
-        .redirect(Policy::none())
+    let time = |key| humantime::parse_duration(&text(key)?).ok();
+    let mut made = http_client()
         .referer(false)
         .no_gzip()
         .no_brotli()
         .no_zstd()
         .no_deflate()
+        .timeout(REQUEST_TIMEOUT)
         .https_only(!is_on(Key::AllowHttp))
         .danger_accept_invalid_certs(is_on(Key::AllowInvalidCertificates));
-    if let Some(agent) = text(Key::UserAgent) {
-        made = made.user_agent(agent);
-    }
-    if let Some(limit) = time(Key::Timeout) {
-        made = made.timeout(limit);
-    }
+    // That of services for credentials is shorter.
     if let Some(limit) = time(Key::ConnectTimeout) {
-        made = made.connect_timeout(limit);
-    }
-    if let Some(limit) = time(Key::ReadTimeout) {
-        made = made.read_timeout(limit);
+        made = made.connect_timeout(limit.min(CONNECT_TIMEOUT));
     }
     if let Some(limit) = time(Key::PoolIdleTimeout) {
         made = made.pool_idle_timeout(limit);
@@ -81,27 +78,6 @@ fn builder(options: &ClientOptions) -> reqwest::Result<reqwest::ClientBuilder> {
         made = made.dns_resolver(std::sync::Arc::new(Rotating::default()));
     }
     Ok(made)
-}
-
-/// A time as `object_store` writes it: `1m 30s`, or `5 seconds`.
-fn duration(text: &str) -> Option<Duration> {
-    let mut total = Duration::ZERO;
-    let mut rest = text.trim();
-    while !rest.is_empty() {
-        let end = rest.find(|c: char| !c.is_ascii_digit())?;
-        let (number, unit) = (rest[..end].parse::<u64>().ok()?, rest[end..].trim_start());
-        let end = unit.find(|c: char| !c.is_ascii_alphabetic()).unwrap_or(unit.len());
-        let unit_ms: u64 = match &unit[..end] {
-            "ms" | "millis" => 1,
-            "s" | "sec" | "second" | "seconds" => 1000,
-            "m" | "min" | "minute" | "minutes" => 60_000,
-            "h" | "hour" | "hours" => 3_600_000,
-            _ => return None,
-        };
-        total += Duration::from_millis(number.checked_mul(unit_ms)?);
-        rest = unit[end..].trim_start();
-    }
-    Some(total)
 }
 
 /// Looks names up, and begins with another address each time: the requests are spread over the hosts of a store.
@@ -148,7 +124,7 @@ pub(super) async fn follow(client: &HttpClient, request: HttpRequest) -> Result<
     let follows = [Method::GET, Method::HEAD].contains(&parts.method);
     for _ in 0..=REDIRECTS_MAX {
         let reply = client.execute(HttpRequest::from_parts(parts.clone(), body.clone())).await?;
-        let target = reply.headers().get(LOCATION).and_then(|value| value.to_str().ok());
+        let target = text_of(reply.headers(), LOCATION);
         let Some(target) = target.filter(|_| follows && is_redirect(reply.status())) else { return Ok(reply) };
         let from = Url::parse(&parts.uri.to_string()).map_err(|error| refused(error.to_string()))?;
         let to = from.join(target).map_err(|error| refused(format!("redirects to no address: {error}")))?;
@@ -190,15 +166,6 @@ pub(super) fn with_cause(error: &object_store::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn times_are_read_as_the_options_write_them() {
-        for (text, seconds) in [("300 seconds", 300), ("5m", 300), ("1m 30s", 90), ("1s", 1), ("1h 1m", 3660), ("", 0)]
-        {
-            assert_eq!(duration(text), Some(Duration::from_secs(seconds)), "{text:?}");
-        }
-        assert_eq!((duration("5"), duration("x"), duration("5 weeks")), (None, None, None));
-    }
 
     #[test]
     fn causes_hold_no_signature() {

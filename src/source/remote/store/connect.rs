@@ -1,6 +1,6 @@
 //! A client for each kind of store, set up from the environment as the tools of its maker do it.
 
-use std::{env, fs, sync::Arc, time::Duration};
+use std::{env, fs, sync::Arc};
 
 use object_store::{
     ClientConfigKey, RetryConfig,
@@ -14,29 +14,19 @@ use url::Url;
 use super::{
     super::{
         options::RemoteOptions,
-        runtime::{CONNECT_TIMEOUT, READ_TIMEOUT, install_tls},
+        runtime::install_tls,
         url_scheme::{StoreKind, is_loopback},
     },
     aws_profile::{self, ProfileProvider},
-    observe::{Credentials, ObservedConnector},
+    observe::ObservedConnector,
     reader::Store,
 };
-
-/// Longest time of one attempt. A slow reply goes on in the next.
-const REQUEST_TIMEOUT: Duration = Duration::from_mins(5);
 
 /// The address of Azurite, the emulator of Azure, unless the next variable names another. `object_store` reads both.
 const AZURITE: &str = "http://127.0.0.1:10000";
 const AZURITE_VARIABLE: &str = "AZURITE_BLOB_STORAGE_URL";
 /// Google's own tools read their store from this emulator.
 const GOOGLE_EMULATOR_VARIABLE: &str = "STORAGE_EMULATOR_HOST";
-
-/// What all kinds have in common.
-struct Common<'a> {
-    options: &'a RemoteOptions,
-    connector: ObservedConnector,
-    retries: RetryConfig,
-}
 
 /// The store at an address. It sends nothing yet.
 ///
@@ -49,13 +39,11 @@ pub(super) fn connect(
     retries: RetryConfig,
 ) -> object_store::Result<Store> {
     install_tls();
-    let connector = ObservedConnector { credentials: Credentials::default() };
-    let common = Common { options, connector, retries };
     match service {
-        StoreKind::S3 => s3(url, common),
-        StoreKind::Google => google(url, common),
-        StoreKind::Azure => azure(url, common),
-        StoreKind::Http => http(url, common),
+        StoreKind::S3 => s3(url, options, retries),
+        StoreKind::Google => google(url, options, retries),
+        StoreKind::Azure => azure(url, options, retries),
+        StoreKind::Http => http(url, options, retries),
     }
 }
 
@@ -63,7 +51,7 @@ fn bucket_of(url: &Url) -> &str {
     url.host_str().unwrap_or_default()
 }
 
-fn s3(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
+fn s3(url: &Url, options: &RemoteOptions, retries: RetryConfig) -> object_store::Result<Store> {
     let bucket = bucket_of(url);
     let mut builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
     let profile = aws_profile::load();
@@ -80,11 +68,12 @@ fn s3(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
         }
     }
     let endpoint = builder.get_config_value(&AmazonS3ConfigKey::Endpoint);
-    for (key, value) in client(endpoint.as_deref(), common.options) {
-        builder = builder.with_config(AmazonS3ConfigKey::Client(key), value);
+    if allows_http(endpoint.as_deref(), options) {
+        builder = builder.with_config(AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
-    let credentials = common.connector.credentials.clone();
-    let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
+    let connector = ObservedConnector::default();
+    let credentials = connector.credentials.clone();
+    let made = Arc::new(builder.with_retry(retries).with_http_connector(connector).build()?);
     let named = endpoint.as_deref().and_then(host_of);
     Ok(Store {
         inner: made.clone(),
@@ -100,7 +89,7 @@ fn s3(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
     })
 }
 
-fn google(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
+fn google(url: &Url, options: &RemoteOptions, retries: RetryConfig) -> object_store::Result<Store> {
     let bucket = bucket_of(url);
     let mut builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
     let mut base = builder.get_config_value(&GoogleConfigKey::BaseUrl).or_else(|| base_of_account(&builder));
@@ -111,11 +100,12 @@ fn google(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
         builder = builder.with_base_url(&emulator).with_skip_signature(true);
         base = Some(emulator);
     }
-    for (key, value) in client(base.as_deref(), common.options) {
-        builder = builder.with_config(GoogleConfigKey::Client(key), value);
+    if allows_http(base.as_deref(), options) {
+        builder = builder.with_config(GoogleConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
-    let credentials = common.connector.credentials.clone();
-    let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
+    let connector = ObservedConnector::default();
+    let credentials = connector.credentials.clone();
+    let made = Arc::new(builder.with_retry(retries).with_http_connector(connector).build()?);
     let host = base.as_deref().and_then(host_of).unwrap_or_else(|| "storage.googleapis.com".to_owned());
     Ok(Store {
         inner: made.clone(),
@@ -142,7 +132,7 @@ fn emulator(text: Option<&str>) -> Option<String> {
     Some(if text.contains("://") { text.to_owned() } else { format!("http://{text}") })
 }
 
-fn azure(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
+fn azure(url: &Url, options: &RemoteOptions, retries: RetryConfig) -> object_store::Result<Store> {
     let mut builder = MicrosoftAzureBuilder::from_env().with_url(url.as_str());
     let value = |key| builder.get_config_value(&key).filter(|value| !value.is_empty());
     let is_emulator = value(AzureConfigKey::UseEmulator).is_some_and(|value| is_true(&value));
@@ -155,11 +145,12 @@ fn azure(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
     };
     let account = || format!("{}.blob.core.windows.net", value(AzureConfigKey::AccountName).unwrap_or_default());
     let host = endpoint.as_deref().and_then(host_of).or(named).unwrap_or_else(account);
-    for (key, value) in client(endpoint.as_deref(), common.options) {
-        builder = builder.with_config(AzureConfigKey::Client(key), value);
+    if allows_http(endpoint.as_deref(), options) {
+        builder = builder.with_config(AzureConfigKey::Client(ClientConfigKey::AllowHttp), "true");
     }
-    let credentials = common.connector.credentials.clone();
-    let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
+    let connector = ObservedConnector::default();
+    let credentials = connector.credentials.clone();
+    let made = Arc::new(builder.with_retry(retries).with_http_connector(connector).build()?);
     Ok(Store {
         inner: made.clone(),
         pages: Some(made),
@@ -179,14 +170,15 @@ fn is_true(value: &str) -> bool {
     ["1", "true", "on", "yes", "y"].contains(&value.trim().to_ascii_lowercase().as_str())
 }
 
-fn http(url: &Url, common: Common<'_>) -> object_store::Result<Store> {
+fn http(url: &Url, options: &RemoteOptions, retries: RetryConfig) -> object_store::Result<Store> {
     let base = &url[..url::Position::BeforePath];
     let mut builder = HttpBuilder::new().with_url(base);
-    for (key, value) in client(Some(base), common.options) {
-        builder = builder.with_config(key, value);
+    if allows_http(Some(base), options) {
+        builder = builder.with_config(ClientConfigKey::AllowHttp, "true");
     }
-    let credentials = common.connector.credentials.clone();
-    let made = Arc::new(builder.with_retry(common.retries).with_http_connector(common.connector).build()?);
+    let connector = ObservedConnector::default();
+    let credentials = connector.credentials.clone();
+    let made = Arc::new(builder.with_retry(retries).with_http_connector(connector).build()?);
     let host = host_of(base).unwrap_or_default();
     Ok(Store {
         inner: made,
@@ -205,21 +197,11 @@ fn host_of(endpoint: &str) -> Option<String> {
     Some(url.port().map_or_else(|| host.to_owned(), |port| format!("{host}:{port}")))
 }
 
-/// Settings of the client. Without encryption only this machine is spoken to, unless the user allows others.
-fn client(endpoint: Option<&str>, options: &RemoteOptions) -> Vec<(ClientConfigKey, String)> {
-    let seconds = |time: Duration| format!("{} seconds", time.as_secs());
+/// Without encryption only this machine is spoken to, unless the user allows others.
+fn allows_http(endpoint: Option<&str>, options: &RemoteOptions) -> bool {
     let url = endpoint.and_then(|endpoint| Url::parse(endpoint).ok());
     let plain = url.is_some_and(|url| url.scheme() == "http" && url.host_str().is_some_and(is_loopback));
-    let mut settings = vec![
-        (ClientConfigKey::ConnectTimeout, seconds(CONNECT_TIMEOUT)),
-        (ClientConfigKey::ReadTimeout, seconds(READ_TIMEOUT)),
-        (ClientConfigKey::Timeout, seconds(REQUEST_TIMEOUT)),
-        (ClientConfigKey::UserAgent, concat!("ckfs/", env!("CARGO_PKG_VERSION")).to_owned()),
-    ];
-    if plain || options.allow_http {
-        settings.push((ClientConfigKey::AllowHttp, "true".to_owned()));
-    }
-    settings
+    plain || options.allow_http
 }
 
 #[cfg(test)]

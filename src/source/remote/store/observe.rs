@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use super::{
     super::{
         error::RemoteError,
-        reply::{compressed, wait_of},
+        reply::{compressed, request_id, retry_after},
     },
     client::{cause, client, follow},
     page::PageFilter,
@@ -43,20 +43,14 @@ impl Observer {
     }
 
     fn note(&self, response: &HttpResponse) {
-        let header = |name: &str| response.headers().get(name)?.to_str().ok().map(str::trim);
-        let request_id = ["x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid", "x-request-id"];
+        let headers = response.headers();
         *self.0.lock() = Seen {
             status: Some(response.status().as_u16()),
-            retry_after: header("retry-after").and_then(|text| wait_of(text, header("date"))),
-            request_id: request_id.iter().find_map(|name| header(name)).map(printable),
-            compressed: compressed(response.headers(), "", ""),
+            retry_after: retry_after(headers),
+            request_id: request_id(headers),
+            compressed: compressed(headers, "", ""),
         };
     }
-}
-
-/// A name from a server, short and without characters that a terminal would obey.
-fn printable(text: &str) -> String {
-    text.chars().filter(char::is_ascii_graphic).take(80).collect()
 }
 
 /// What requests for credentials came to: all that a store sends for other purposes than a call.

@@ -23,7 +23,7 @@ use super::{
     super::{
         super::ByteSpan,
         counters::RemoteCounters,
-        error::{Failure, RemoteError, of_certificate, of_connection},
+        error::{Failure, RemoteError, of_causes},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
         retry::{Backoff, Deadline, retry},
@@ -231,7 +231,7 @@ impl Store {
         self.run(async {
             tokio::time::timeout_at(until.into(), request).await.unwrap_or_else(|_| {
                 let what = format!("{}/{what}", self.address);
-                Err(RemoteError::new(Failure::TimedOut, &self.host, &what, "no answer in time"))
+                Err(RemoteError::new(Failure::Transient, &self.host, &what, "no answer in time"))
             })
         })?
     }
@@ -300,11 +300,7 @@ impl Store {
             // A service that gave some before may do so again.
             return (if given_before { Failure::Transient } else { Failure::Refused }, message);
         }
-        let cause = cause(error);
-        match of_certificate(&cause) {
-            Some(message) => (Failure::Refused, message),
-            None => (Failure::Transient, of_connection(&cause).map_or(cause.clone(), str::to_owned)),
-        }
+        of_causes(cause(error))
     }
 
     /// Sends a request, and waits for the first bytes of the answer.
@@ -351,7 +347,7 @@ impl Store {
     ) -> Result<Option<Bytes>, RemoteError> {
         let next = tokio::time::timeout(READ_TIMEOUT, body.next()).await.map_err(|_| {
             let message = format!("no byte came for {} s", READ_TIMEOUT.as_secs());
-            RemoteError::new(Failure::TimedOut, &self.host, &file.key, message).of_span(span)
+            RemoteError::new(Failure::Transient, &self.host, &file.key, message).of_span(span)
         })?;
         next.transpose().map_err(|error| {
             let broken = format!("the reply broke off: {}", cause(&error));
@@ -406,7 +402,7 @@ impl Objects for Store {
         self.run(async {
             tokio::time::timeout_at(until.into(), self.stream(file, span, hedging, sink)).await.unwrap_or_else(|_| {
                 let message = "no answer in time";
-                Err(RemoteError::new(Failure::TimedOut, &self.host, &file.key, message).of_span(span))
+                Err(RemoteError::new(Failure::Transient, &self.host, &file.key, message).of_span(span))
             })
         })?
     }
