@@ -1,7 +1,12 @@
 //! JSON whose values are counted before they are made: see [`ParseRoom`].
 
+use std::{collections::HashSet, fmt, marker::PhantomData};
+
 use ckfs_host::parse_room::ParseRoom;
-use serde::{Deserialize, de::Error as _};
+use serde::{
+    Deserialize, Deserializer,
+    de::{Error as _, MapAccess, Visitor},
+};
 use serde_json::{Error, Value};
 
 pub use ckfs_host::parse_room::JsonForm;
@@ -21,4 +26,32 @@ pub fn parse<'a, T: Deserialize<'a>>(text: &'a [u8], form: JsonForm) -> Result<T
 /// The first violation of JSON's syntax; too many values.
 pub fn tree(text: &[u8]) -> Result<Value, Error> {
     parse(text, JsonForm::Tree)
+}
+
+/// The members of an object in its order. A name that is there twice is refused.
+pub(crate) struct Pairs<T>(pub(crate) Vec<(String, T)>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Pairs<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visit<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Visit<T> {
+            type Value = Pairs<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a map")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Pairs<T>, A::Error> {
+                let (mut pairs, mut names) = (Vec::new(), HashSet::new());
+                while let Some((name, value)) = map.next_entry::<String, T>()? {
+                    if !names.insert(name.clone()) {
+                        return Err(A::Error::custom(format_args!("{name:?} is there twice")));
+                    }
+                    pairs.push((name, value));
+                }
+                Ok(Pairs(pairs))
+            }
+        }
+        deserializer.deserialize_map(Visit(PhantomData))
+    }
 }

@@ -69,7 +69,7 @@ fn refused_headers() {
         (r#"{"a.b":{"dtype":"U8"}}"#.into(), 0, r#"tensor "a.b": missing field `shape`"#),
         (r#"{"a.b":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}"#.into(), 1, "duplicate field"),
         (r#"{"__metadata__":{"k":1}}"#.into(), 0, "expected a string"),
-        (r#"{"__metadata__":{"k":"1","k":"2"}}"#.into(), 0, "given twice"),
+        (r#"{"__metadata__":{"k":"1","k":"2"}}"#.into(), 0, "__metadata__: \"k\" is there twice"),
         (r#"{"__metadata__":{},"__metadata__":{}}"#.into(), 0, "duplicate field"),
         (tensor("U8", "[-1]", 0, 1), 1, "invalid value"),
         (tensor("U8", "[1.0]", 0, 1), 1, "invalid type"),

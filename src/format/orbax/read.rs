@@ -18,13 +18,10 @@
 use std::{collections::HashMap, fmt::Display};
 
 use ckfs_host::RelativePath;
-use serde::{
-    Deserialize, Deserializer,
-    de::{MapAccess, Visitor},
-};
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use super::super::json::{self, JsonForm};
+use super::super::json::{self, JsonForm, Pairs};
 
 /// Name of the file with the leaves.
 pub const METADATA: &str = "_METADATA";
@@ -64,35 +61,6 @@ fn wrong(file: &str, member: &str, expected: &str, found: impl Display) -> Orbax
 
 fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8], file: &'static str) -> Result<T, OrbaxError> {
     json::parse(bytes, JsonForm::Rows).map_err(|error| OrbaxError(format!("{file}: {error}")))
-}
-
-/// The leaves in the order of the file, in which each may be once only.
-struct OrderedLeaves(Vec<(String, RawLeaf)>);
-
-impl<'de> Deserialize<'de> for OrderedLeaves {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Leaves;
-        impl<'de> Visitor<'de> for Leaves {
-            type Value = OrderedLeaves;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a map")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut leaves = Vec::new();
-                let mut names = std::collections::HashSet::new();
-                while let Some((name, leaf)) = map.next_entry::<String, RawLeaf>()? {
-                    if !names.insert(name.clone()) {
-                        return Err(serde::de::Error::custom(format!("{name:?} is there twice")));
-                    }
-                    leaves.push((name, leaf));
-                }
-                Ok(OrderedLeaves(leaves))
-            }
-        }
-        deserializer.deserialize_map(Leaves)
-    }
 }
 
 /// One key on the way to a leaf.
@@ -167,7 +135,7 @@ pub struct Tree {
 
 #[derive(Deserialize)]
 struct RawTree {
-    tree_metadata: OrderedLeaves,
+    tree_metadata: Pairs<RawLeaf>,
     use_ocdbt: Option<bool>,
     #[serde(default)]
     use_zarr3: bool,

@@ -9,7 +9,7 @@ use serde::{
     de::{Error as _, MapAccess, Visitor},
 };
 
-use super::METADATA;
+use super::{super::json::Pairs, METADATA};
 
 /// A header as written: JSON of the right form, not yet checked.
 pub(super) struct Members<T> {
@@ -35,38 +35,6 @@ impl From<Known> for TensorInfo {
     }
 }
 
-/// An ordered map of strings that refuses a repeated key.
-struct Strings(Vec<(String, String)>);
-
-impl<'de> Deserialize<'de> for Strings {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Visit;
-        impl<'de> Visitor<'de> for Visit {
-            type Value = Strings;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a map of strings to strings")
-            }
-
-            fn visit_unit<E>(self) -> Result<Strings, E> {
-                Ok(Strings(Vec::new()))
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Strings, A::Error> {
-                let mut pairs = Vec::new();
-                while let Some(pair) = map.next_entry::<String, String>()? {
-                    pairs.push(pair);
-                }
-                match repeated(pairs.iter().map(|(key, _)| key)).first() {
-                    Some(key) => Err(A::Error::custom(format_args!("{METADATA}: {key:?} given twice"))),
-                    None => Ok(Strings(pairs)),
-                }
-            }
-        }
-        deserializer.deserialize_any(Visit)
-    }
-}
-
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Members<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Visit<T>(PhantomData<T>);
@@ -85,7 +53,9 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Members<T> {
                         if metadata.is_some() {
                             return Err(A::Error::duplicate_field(METADATA));
                         }
-                        metadata = Some(map.next_value::<Strings>()?.0);
+                        let strings = map.next_value::<Option<Pairs<String>>>();
+                        let strings = strings.map_err(|error| A::Error::custom(format_args!("{METADATA}: {error}")))?;
+                        metadata = Some(strings.map_or_else(Vec::new, |strings| strings.0));
                         continue;
                     }
                     let tensor = map.next_value::<T>();
