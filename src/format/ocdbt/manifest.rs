@@ -28,14 +28,8 @@ pub struct StoreConfig {
     pub uuid: [u8; 16],
     /// Whether the versions are in numbered manifests, and this one has none.
     pub is_numbered: bool,
-    /// Longest value inside a node, in bytes.
-    pub inline_value_bytes_max: u64,
-    /// Bytes of a decoded node at which its writer splits it.
-    pub decoded_node_bytes_max: u64,
     /// Binary logarithm of the most versions in one version node.
     pub version_arity_log2: u8,
-    /// Level of zstd, if new blocks are compressed.
-    pub zstd_level: Option<i32>,
 }
 
 /// One version of the database.
@@ -162,15 +156,16 @@ impl StoreConfig {
             1 => true,
             found => return Err(cursor.wrong("manifest kind", "0 (single) or 1 (numbered)", found)),
         };
-        let inline_value_bytes_max = cursor.varint("inline value limit")?;
-        let decoded_node_bytes_max = cursor.varint("decoded node limit")?;
+        // Limits of its writer.
+        cursor.varint("inline value limit")?;
+        cursor.varint("decoded node limit")?;
         let version_arity_log2 = read_arity(cursor)?;
-        let zstd_level = match cursor.varint("compression method")? {
-            0 => None,
-            1 => Some(i32::from_le_bytes(cursor.array("compression level")?)),
+        match cursor.varint("compression method")? {
+            0 => {}
+            1 => drop(cursor.array::<4>("compression level")?),
             found => return Err(cursor.wrong("compression method", "0 (none) or 1 (zstd)", found)),
-        };
-        Ok(Self { uuid, is_numbered, inline_value_bytes_max, decoded_node_bytes_max, version_arity_log2, zstd_level })
+        }
+        Ok(Self { uuid, is_numbered, version_arity_log2 })
     }
 }
 
