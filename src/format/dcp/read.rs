@@ -18,7 +18,7 @@ use super::{
         json::{self, JsonForm},
         pickle::read::{self as unpickle, Id, Limits, PickleValue, Unpickled},
         safetensors::Header,
-        torch::state::dtype_of,
+        torch::state::{dtype_of, is_listed},
     },
     write::DcpSegment,
 };
@@ -94,33 +94,23 @@ pub struct DcpState {
 
 /// Whether the metadata may name a class or function.
 fn is_allowed(module: &str, name: &str) -> bool {
-    match module {
-        CLASSES => matches!(
-            name,
-            "Metadata"
-                | "TensorStorageMetadata"
-                | "BytesStorageMetadata"
-                | "ChunkStorageMetadata"
-                | "TensorProperties"
-                | "MetadataIndex"
-                | "StorageMeta"
-                | "_MEM_FORMAT_ENCODING"
+    const LISTED: [(&str, &str); 8] = [
+        (
+            CLASSES,
+            "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta \
+             _MEM_FORMAT_ENCODING",
         ),
-        FILESYSTEM => name == "_StorageInfo",
-        OLDER_CLASSES => matches!(name, "TensorProperties" | "MEM_FORMAT_ENCODING"),
+        (FILESYSTEM, "_StorageInfo"),
+        (OLDER_CLASSES, "TensorProperties MEM_FORMAT_ENCODING"),
         // The plans by which Megatron-Core has saved; nothing is done with them.
-        "torch.distributed.checkpoint.planner" => {
-            matches!(name, "SavePlan" | "WriteItem" | "WriteItemType" | "TensorWriteData" | "BytesIOWriteData")
-        }
-        "torch" => name == "Size" || dtype_of(name).is_some(),
-        "torch.serialization" => name == "_get_layout",
-        "collections" => name == "OrderedDict",
+        ("torch.distributed.checkpoint.planner", "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
         // Where the checkpoint was written; nothing is done with it.
-        "pathlib" | "pathlib._local" => {
-            matches!(name, "PosixPath" | "WindowsPath" | "PurePosixPath" | "PureWindowsPath")
-        }
-        _ => false,
-    }
+        ("pathlib pathlib._local", "PosixPath WindowsPath PurePosixPath PureWindowsPath"),
+    ];
+    is_listed(&LISTED, module, name) || module == "torch" && dtype_of(name).is_some()
 }
 
 /// Place of a chunk in the whole: none for what is no tensor.

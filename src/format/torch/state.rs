@@ -69,7 +69,7 @@ pub fn dtype_of(name: &str) -> Option<DType> {
 }
 
 /// Whether a class or function is in one of these rows of modules and of names in each of them, with spaces between.
-pub(super) fn is_listed(rows: &[(&str, &str)], module: &str, name: &str) -> bool {
+pub(crate) fn is_listed(rows: &[(&str, &str)], module: &str, name: &str) -> bool {
     let has = |words: &str, word: &str| words.split(' ').any(|listed| listed == word);
     rows.iter().any(|(modules, names)| has(modules, module) && has(names, name))
 }
