@@ -10,10 +10,9 @@
 //! Own code, because a description is one small JSON object: `zarrs_metadata` (0.7) knows every codec and chunk grid of versions
 //! 2 and 3, but neither Orbax's choice among them nor the size of a chunk's file.
 
-use std::fmt::Write as _;
-
 use ckfs_tensor::{DType, PerAxis};
 
+use super::read::keys::Keys;
 use crate::npy;
 
 /// Name of the description.
@@ -35,30 +34,12 @@ pub fn zarray(dtype: DType, shape: &[u64], chunk: &[u64]) -> Option<String> {
 
 /// Name of the chunk with these numbers.
 pub fn chunk_name(numbers: &[u64]) -> String {
-    let mut name = String::new();
-    for (axis, number) in numbers.iter().enumerate() {
-        let dot = if axis == 0 { "" } else { "." };
-        let _ = write!(name, "{dot}{number}");
-    }
-    if name.is_empty() { "0".to_owned() } else { name }
+    Keys::DOTS.name(numbers)
 }
 
 /// The numbers of the chunk with this name in an array of `rank` axes; `None` for any other spelling.
 pub fn chunk_numbers(name: &[u8], rank: usize) -> Option<PerAxis> {
-    let text = std::str::from_utf8(name).ok()?;
-    if rank == 0 {
-        return (text == "0").then(PerAxis::new);
-    }
-    parse_numbers(text, '.').filter(|numbers| numbers.len() == rank)
-}
-
-/// Numbers with a character between them; `None` for any spelling but the shortest.
-pub(super) fn parse_numbers(text: &str, separator: char) -> Option<PerAxis> {
-    let number = |word: &str| {
-        let is_canonical = word.bytes().all(|byte| byte.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
-        word.parse().ok().filter(|_| is_canonical)
-    };
-    text.split(separator).map(number).collect()
+    Keys::DOTS.numbers(std::str::from_utf8(name).ok()?, rank)
 }
 
 #[cfg(test)]

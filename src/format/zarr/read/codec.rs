@@ -1,16 +1,54 @@
 //! Chains of codecs: how a chunk becomes bytes.
 
+use std::fmt::Display;
+
 use ckfs_tensor::{DType, PerAxis, RANK_MAX};
 use serde::Deserialize;
 use serde_json::{Map, Value};
-
-use super::error::MetadataError;
 
 /// Most shards within each other.
 const NESTING_MAX: usize = 4;
 
 /// Most codecs of one chain.
 const CODECS_MAX: usize = 16;
+
+/// What is wrong with the description of an array.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("zarr: {0}")]
+pub struct MetadataError(pub(super) String);
+
+/// What is wrong with a chunk.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("zarr {0}")]
+pub struct ChunkError(pub(super) String);
+
+impl MetadataError {
+    /// Valid, but not read here. The advice is empty or begins with a colon.
+    pub(super) fn unsupported(what: &str, found: impl Display, advice: &str) -> Self {
+        Self(format!("{what} {found} is not supported{advice}"))
+    }
+}
+
+impl ChunkError {
+    /// That the decoded chunk has another length than its shape needs, before or after a codec.
+    pub(super) fn length(stage: &str, expected: u64, found: u64) -> Self {
+        Self(format!("chunk: {stage}: expected {expected} bytes, found {found}"))
+    }
+
+    /// That the system has not as much memory as the decoded chunk takes.
+    pub fn memory(bytes: u64) -> Self {
+        Self(format!("chunk: its shape needs {bytes} bytes of memory, which the system does not have"))
+    }
+
+    pub(super) fn checksum(what: &str, expected: u32, found: u32) -> Self {
+        Self(format!("chunk: {what}: expected CRC-32C {expected:08x}, found {found:08x}: the chunk is damaged"))
+    }
+
+    /// That a codec cannot decode it.
+    pub(super) fn codec(codec: &str, message: impl Display) -> Self {
+        Self(format!("chunk: {codec}: {message}"))
+    }
+}
 
 /// What is done to the bytes of a chunk after its elements are in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,11 +139,7 @@ pub(super) fn named(value: &Value, member: &'static str) -> Result<(String, Map<
     }
 }
 
-pub(super) fn wrong(
-    member: &'static str,
-    expected: impl std::fmt::Display,
-    found: impl std::fmt::Display,
-) -> MetadataError {
+pub(super) fn wrong(member: &'static str, expected: impl Display, found: impl Display) -> MetadataError {
     MetadataError(format!("{member}: expected {expected}, found {}", shortened(&found.to_string())))
 }
 

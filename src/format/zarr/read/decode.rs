@@ -9,8 +9,7 @@ use std::{
 use ckfs_tensor::{DType, PerAxis, to_usize};
 
 use super::{
-    codec::{ArrayBytes, Codecs, Packing, ShardCodec},
-    error::ChunkError,
+    codec::{ArrayBytes, ChunkError, Codecs, Packing, ShardCodec},
     metadata::Array,
 };
 use crate::safetensors::tensor_bytes;

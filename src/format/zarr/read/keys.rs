@@ -1,22 +1,52 @@
-//! How descriptions say that chunks are named.
+//! How chunks are named.
 
+use std::fmt::Write as _;
+
+use ckfs_tensor::PerAxis;
 use serde_json::{Map, Value};
 
-use super::{
-    codec::{check_known, shortened, wrong},
-    error::MetadataError,
-};
+use super::codec::{MetadataError, check_known, shortened, wrong};
 
 /// How chunks are named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Keys {
+pub(in super::super) struct Keys {
     /// Between the numbers: `.` or `/`.
-    pub(super) separator: char,
+    separator: char,
     /// Whether a name begins with `c`.
-    pub(super) has_head: bool,
+    has_head: bool,
 }
 
 impl Keys {
+    /// Those of version 2, unless its description says otherwise.
+    pub(in super::super) const DOTS: Self = Self { separator: '.', has_head: false };
+
+    /// Name of the chunk with these numbers.
+    pub(in super::super) fn name(self, numbers: &[u64]) -> String {
+        let mut name = String::from(if self.has_head { "c" } else { "" });
+        for number in numbers {
+            if !name.is_empty() {
+                name.push(self.separator);
+            }
+            // Writing to a string cannot fail.
+            let _ = write!(name, "{number}");
+        }
+        if name.is_empty() { "0".to_owned() } else { name }
+    }
+
+    /// The numbers of the chunk with this name, of an array of `rank` axes; `None` for any other spelling.
+    pub(in super::super) fn numbers(self, name: &str, rank: usize) -> Option<PerAxis> {
+        if rank == 0 {
+            return (name == self.name(&[])).then(PerAxis::new);
+        }
+        let words = if self.has_head { name.strip_prefix('c')?.strip_prefix(self.separator)? } else { name };
+        let number = |word: &str| {
+            let is_canonical =
+                word.bytes().all(|byte| byte.is_ascii_digit()) && (word == "0" || !word.starts_with('0'));
+            word.parse().ok().filter(|_| is_canonical)
+        };
+        words.split(self.separator).map(number).collect::<Option<PerAxis>>().filter(|numbers| numbers.len() == rank)
+    }
+
     pub(super) fn version_2(separator: &str) -> Result<Self, MetadataError> {
         Ok(Self { separator: parse_separator(separator)?, has_head: false })
     }

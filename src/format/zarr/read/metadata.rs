@@ -7,9 +7,9 @@ use serde_json::{Map, Value};
 use super::{
     super::super::json::{self, JsonForm},
     codec::{
-        ArrayBytes, Codecs, Packing, ShardCodec, check_known, extents, named, shortened, unsupported_codec, wrong,
+        ArrayBytes, Codecs, MetadataError, Packing, ShardCodec, check_known, extents, named, shortened,
+        unsupported_codec, wrong,
     },
-    error::MetadataError,
     keys::Keys,
     value::{self, ElementBytes},
 };
@@ -160,6 +160,22 @@ impl Array {
             ArrayBytes::Shard(sharding) => Some(sharding),
             ArrayBytes::Elements { .. } => None,
         }
+    }
+
+    /// Number of chunks along each axis.
+    pub fn grid(&self) -> PerAxis {
+        self.shape.extents().iter().zip(&self.chunk).map(|(extent, chunk)| extent.div_ceil(*chunk)).collect()
+    }
+
+    /// Name of the chunk with these numbers, below the array's own name and a `/`.
+    pub fn key(&self, numbers: &[u64]) -> String {
+        self.keys.name(numbers)
+    }
+
+    /// The numbers of the chunk of this name; `None` for any other spelling and for a chunk outside the grid.
+    pub fn numbers(&self, key: &str) -> Option<PerAxis> {
+        let numbers = self.keys.numbers(key, self.shape.rank())?;
+        numbers.iter().zip(&self.grid()).all(|(number, count)| number < count).then_some(numbers)
     }
 }
 

@@ -16,15 +16,12 @@
 
 mod codec;
 mod decode;
-mod error;
-mod grid;
-mod keys;
+pub(super) mod keys;
 mod metadata;
 mod reference;
 mod value;
 
-pub use codec::{ArrayBytes, Codecs, Packing, ShardCodec};
-pub use error::{ChunkError, MetadataError};
+pub use codec::{ArrayBytes, ChunkError, Codecs, MetadataError, Packing, ShardCodec};
 pub use metadata::{Array, METADATA_BYTES_MAX, ZARR_JSON, ZARRAY};
 
 #[cfg(test)]

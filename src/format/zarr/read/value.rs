@@ -4,10 +4,7 @@ use ckfs_tensor::DType;
 use half::{bf16, f16};
 use serde_json::Value;
 
-use super::{
-    codec::{shortened, wrong},
-    error::MetadataError,
-};
+use super::codec::{MetadataError, shortened, wrong};
 use crate::zarr::write;
 
 /// The bytes of one element, little-endian.
