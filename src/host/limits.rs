@@ -36,9 +36,13 @@ pub(crate) fn suspects() -> String {
 /// Whether this process has the capability to administer the system, `CAP_SYS_ADMIN`; `None` without `/proc`.
 pub fn may_administer() -> Option<bool> {
     const CAP_SYS_ADMIN: u32 = 21;
+    capabilities().map(|set| set >> CAP_SYS_ADMIN & 1 == 1)
+}
+
+/// The effective capabilities of this process, a bit for each; `None` if `/proc` does not tell.
+pub fn capabilities() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
-    let set = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
-    set.map(|set| set >> CAP_SYS_ADMIN & 1 == 1)
+    status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok())
 }
 
 /// Bytes that the stack of the main thread may take; `None` if there is no limit or it is not known.

@@ -111,8 +111,7 @@ impl Mounter {
     /// The user of this process.
     pub fn of_this_process() -> Self {
         let groups = getgroups().unwrap_or_default().into_iter().chain([getegid()]);
-        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let set = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("CapEff:")?.trim(), 16).ok());
+        let set = ckfs_host::limits::capabilities();
         Self {
             uid: geteuid().as_raw(),
             gid: getegid().as_raw(),
