@@ -11,10 +11,11 @@ use std::{
     fs::File,
     io,
     marker::PhantomData,
-    os::fd::{AsFd, AsRawFd},
-    os::unix::fs::FileExt,
+    os::{fd::AsFd, unix::fs::FileExt},
     ptr,
 };
+
+use rustix::io::{retry_on_intr, write};
 
 /// Mapped bytes of a file, for system calls only.
 #[derive(Clone, Copy)]
@@ -69,21 +70,12 @@ impl<'a> KernelBytes<'a> {
     /// # Errors
     /// The error of the system call; EFAULT if a page is gone. Some of the bytes may have been written.
     pub fn write_to(self, target: &impl AsFd) -> io::Result<()> {
-        let target = target.as_fd().as_raw_fd();
-        let mut done = 0;
-        while done < self.len {
-            // SAFETY: the kernel reads from the mapping, within its length, and returns an error where a page is gone. The
-            // descriptor is open, as it is borrowed.
-            let got = unsafe { libc::write(target, self.start.add(done).cast(), self.len - done) };
-            match usize::try_from(got) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(got) => done += got,
-                Err(_) => {
-                    let error = io::Error::last_os_error();
-                    if error.kind() != io::ErrorKind::Interrupted {
-                        return Err(error);
-                    }
-                }
+        // SAFETY: the slice is only passed to `write`, which returns an error where a page is gone.
+        let mut rest = unsafe { self.for_system_call() };
+        while !rest.is_empty() {
+            match retry_on_intr(|| write(target, rest))? {
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                got => rest = &rest[got..],
             }
         }
         Ok(())
