@@ -90,7 +90,7 @@ impl<'a> Machine<'a> {
             let opcode = self.byte()?;
             if opcode == op::STOP {
                 let root = self.pop()?;
-                return Ok(Unpickled::new(self.values, root, self.at, self.held));
+                return Ok(Unpickled { values: self.values, root, len: self.at, _held: self.held });
             }
             self.step(opcode)?;
         }

@@ -116,20 +116,15 @@ impl PickleValue {
 /// A pickle that was read.
 #[derive(Debug)]
 pub struct Unpickled {
-    values: Vec<PickleValue>,
-    root: Id,
+    pub(super) values: Vec<PickleValue>,
+    pub(super) root: Id,
     /// Bytes of the input up to the end of the last instruction.
-    len: usize,
+    pub(super) len: usize,
     /// What its values count for.
-    _held: HeldRoom,
+    pub(super) _held: HeldRoom,
 }
 
 impl Unpickled {
-    /// What a machine has made.
-    pub(super) fn new(values: Vec<PickleValue>, root: Id, len: usize, held: HeldRoom) -> Self {
-        Self { values, root, len, _held: held }
-    }
-
     /// The value that the pickle is of.
     pub fn root(&self) -> Id {
         self.root
