@@ -47,15 +47,6 @@ struct Begun {
     body: Body,
 }
 
-/// What was requested.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Asked {
-    /// A listing, what the store says of an object, or all of it.
-    Whole,
-    /// A part of an object.
-    Part,
-}
-
 /// A store, with the prefix of its objects' names in messages.
 pub(super) struct Store {
     pub(super) inner: Arc<dyn ObjectStore>,
@@ -148,9 +139,7 @@ impl Store {
         options.extensions.insert(observer.clone());
         options.extensions.insert(filter.clone());
         let listed = pages.list_paginated(Some(below).filter(|below| !below.is_empty()), options);
-        self.until(until, below, async {
-            listed.await.map_err(|error| self.error(&error, &observer, &what, Asked::Whole))
-        })
+        self.until(until, below, async { listed.await.map_err(|error| self.error(&error, &observer, &what, false)) })
     }
 
     /// One object.
@@ -169,7 +158,7 @@ impl Store {
         options.extensions.insert(observer.clone());
         let got = self.inner.get_opts(key, options).await;
         let what = format!("{}/{key}", self.address);
-        got.map(|got| got.meta).map_err(|error| self.error(&error, &observer, &what, Asked::Whole))
+        got.map(|got| got.meta).map_err(|error| self.error(&error, &observer, &what, false))
     }
 
     /// Several objects, some at a time, without those that are not there.
@@ -216,7 +205,7 @@ impl Store {
             let mut options = GetOptions::default();
             options.extensions.insert(observer.clone());
             let bytes = async { self.inner.get_opts(key, options).await?.bytes().await }.await;
-            bytes.map_err(|error| self.error(&error, &observer, &what, Asked::Whole))
+            bytes.map_err(|error| self.error(&error, &observer, &what, false))
         };
         Ok(asking.again(|until| self.until(until, key.as_ref(), whole()))?.to_vec())
     }
@@ -260,7 +249,7 @@ impl Store {
     }
 
     /// The error of a call, in words that hold no address: it may be signed.
-    fn error(&self, error: &object_store::Error, observer: &Observer, what: &str, asked: Asked) -> RemoteError {
+    fn error(&self, error: &object_store::Error, observer: &Observer, what: &str, is_part: bool) -> RemoteError {
         use object_store::Error;
         let seen = observer.seen();
         let advice = self.advice;
@@ -274,7 +263,7 @@ impl Store {
                 (Failure::Changed { expected: String::new(), found }, "the object has changed".to_owned())
             }
             (_, Some(429 | 503)) => (Failure::Busy(seen.retry_after), "the service asks for a pause".to_owned()),
-            (_, Some(200)) if asked == Asked::Part => (
+            (_, Some(200)) if is_part => (
                 Failure::Unsupported,
                 "asked for a part of an object, the server replied with all of it: it does not support ranges"
                     .to_owned(),
@@ -306,7 +295,7 @@ impl Store {
     /// Sends a request, and waits for the first bytes of the answer.
     async fn begin(&self, file: &RemoteFile, span: ByteSpan) -> Result<Begun, RemoteError> {
         let observer = Observer::default();
-        let failed = |error: &object_store::Error| self.error(error, &observer, &file.key, Asked::Part).of_span(span);
+        let failed = |error: &object_store::Error| self.error(error, &observer, &file.key, true).of_span(span);
         let range = Some(GetRange::Bounded(span.start()..span.end()));
         let mut options = GetOptions { range, ..GetOptions::default() };
         // A weak tag never matches. It is compared below.
@@ -351,7 +340,7 @@ impl Store {
         })?;
         next.transpose().map_err(|error| {
             let broken = format!("the reply broke off: {}", cause(&error));
-            let error = self.error(&error, observer, &file.key, Asked::Part).of_span(span);
+            let error = self.error(&error, observer, &file.key, true).of_span(span);
             RemoteError { failure: Failure::Transient, message: broken, ..error }
         })
     }
