@@ -1,6 +1,8 @@
-//! Names for temporary files in a directory that several processes share.
+//! Temporary files in a directory that several processes share.
 
 use std::{
+    fs, io,
+    path::Path,
     sync::{
         LazyLock,
         atomic::{AtomicU64, Ordering},
@@ -15,6 +17,12 @@ pub(super) fn unique() -> String {
     static BEGUN: LazyLock<u128> =
         LazyLock::new(|| SystemTime::UNIX_EPOCH.elapsed().map_or(0, |elapsed| elapsed.as_nanos()));
     format!("{}-{:x}-{}", std::process::id(), *BEGUN, NUMBER.fetch_add(1, Ordering::Relaxed))
+}
+
+/// Puts what `make` makes in the place of a file, at once. Until then its name, beside the file, begins with `part`.
+pub(super) fn replace(path: &Path, part: &str, make: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
+    let new = path.with_file_name(format!("{part}{}", unique()));
+    make(&new).and_then(|()| fs::rename(&new, path)).inspect_err(|_| drop(fs::remove_file(&new)))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    super::{digest::hexadecimal, unique::unique},
+    super::{digest::hexadecimal, unique},
     cache::claim,
 };
 
@@ -43,9 +43,7 @@ pub(super) fn replace(cache: &Path, inside: &Path, bytes: &[u8]) {
             return Err(io::Error::other(format!("{} is a link", link.display())));
         }
         DirBuilder::new().recursive(true).mode(0o700).create(path.parent().unwrap_or(cache))?;
-        let part = path.with_file_name(format!(".part-{}", unique()));
-        let written = fs::write(&part, bytes).and_then(|()| fs::rename(&part, &path));
-        written.inspect_err(|_| drop(fs::remove_file(&part)))
+        unique::replace(&path, ".part-", |new| fs::write(new, bytes))
     };
     if let Err(error) = write() {
         tracing::debug!("{}: not kept: {error}", path.display());

@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::super::unique::unique;
+use super::super::unique;
 
 /// A commit of a repository in the shared cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,8 +60,7 @@ impl SharedCache {
 /// Makes something under another name, and gives it its own at the end.
 pub(super) fn replace(path: &Path, make: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
     fs::create_dir_all(path.parent().unwrap_or(path))?;
-    let new = path.with_file_name(format!(".ckfs-{}", unique()));
-    make(&new).and_then(|()| fs::rename(&new, path)).inspect_err(|_| drop(fs::remove_file(&new)))
+    unique::replace(path, ".ckfs-", make)
 }
 
 #[cfg(test)]

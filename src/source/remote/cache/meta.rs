@@ -10,7 +10,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    super::super::{digest::KnownDigest, unique::unique},
+    super::super::{digest::KnownDigest, unique},
     own::{self, META},
 };
 
@@ -55,11 +55,8 @@ impl EntryMeta {
 
     /// Writes the file as a whole: a reader sees the old one or the new one.
     pub(super) fn write(&self, dir: &Path) -> io::Result<()> {
-        let temporary = dir.join(format!("{META}.{}", unique()));
-        let mut file = File::create_new(&temporary)?;
-        file.write_all(&serde_json::to_vec_pretty(self)?)?;
-        drop(file);
-        fs::rename(&temporary, dir.join(META)).inspect_err(|_| drop(fs::remove_file(&temporary)))
+        let text = serde_json::to_vec_pretty(self)?;
+        unique::replace(&dir.join(META), &format!("{META}."), |new| File::create_new(new)?.write_all(&text))
     }
 }
 
