@@ -49,10 +49,10 @@ const HUB_HOSTS: [&str; 2] = ["huggingface.co", "hf.co"];
 /// A client of the Hub.
 #[derive(Debug)]
 pub struct Hub {
-    settings: HubSettings,
+    pub(super) settings: HubSettings,
     http: reqwest::Client,
     gate: Backoff,
-    counters: Arc<RemoteCounters>,
+    pub(super) counters: Arc<RemoteCounters>,
     kept: Option<KeptTree>,
 }
 
@@ -85,15 +85,6 @@ impl Hub {
     pub fn patient(self, limit: Duration, waits: &Waits) -> Self {
         let gate = Backoff::new(self.host(), limit, waits);
         Self { gate, ..self }
-    }
-
-    /// Its settings.
-    pub fn settings(&self) -> &HubSettings {
-        &self.settings
-    }
-
-    pub(super) fn counters(&self) -> &RemoteCounters {
-        &self.counters
     }
 
     /// The host, for messages.

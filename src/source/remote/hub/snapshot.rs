@@ -115,7 +115,7 @@ impl Snapshot {
         if let Some(location) = location.as_ref().filter(|location| Some(location.generation) != refused) {
             return Ok(location.clone());
         }
-        RemoteCounters::add(&self.hub.counters().requests, 1);
+        RemoteCounters::add(&self.hub.counters.requests, 1);
         let generation = location.as_ref().map_or(1, |location| location.generation + 1);
         let found = locate(&self.hub, &self.repo, &self.commit, file, generation, until).await?;
         *location = Some(found.clone());
@@ -182,7 +182,7 @@ impl Hub {
         deadline: Deadline,
     ) -> Result<RemoteRepository, RemoteError> {
         let files = self.files(repo, commit, deadline)?;
-        let page = self.settings().endpoint.as_str().trim_end_matches('/');
+        let page = self.settings.endpoint.as_str().trim_end_matches('/');
         Ok(RemoteRepository {
             label: format!("{repo}@{}", commit.get(..12).unwrap_or(commit)),
             url: format!("{page}/{repo}/blob/{commit}"),
@@ -313,7 +313,7 @@ impl Objects for Snapshot {
     }
 
     fn origin(&self) -> &str {
-        self.hub.settings().endpoint.as_str()
+        self.hub.settings.endpoint.as_str()
     }
 
     fn distrust(&self, file: &RemoteFile) {
@@ -345,7 +345,7 @@ impl Objects for Snapshot {
         if let Some(read) = self.read_blob(file, span, sink) {
             return read;
         }
-        if self.hub.settings().offline {
+        if self.hub.settings.offline {
             return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
         }
         let read = runtime::block_on(self.read_once(file, span, until, hedging, sink));
