@@ -21,7 +21,7 @@ use std::{
 };
 
 use nix::unistd::geteuid;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, openat, renameat, unlinkat};
 
 use super::{content_name::this_start, unique::unique};
@@ -59,18 +59,14 @@ impl ComparedFiles {
         Self { directory: directory.to_owned(), head, lines: Mutex::new(Lines { all, new: 0 }) }
     }
 
-    fn lines(&self) -> MutexGuard<'_, Lines> {
-        self.lines.lock()
-    }
-
     /// Whether a file is in the record.
     pub(super) fn holds(&self, line: &str) -> bool {
-        self.lines().all.iter().any(|known| known == line)
+        self.lines.lock().all.iter().any(|known| known == line)
     }
 
     /// Notes a file. [`ComparedFiles::save`] writes it down.
     pub(super) fn note(&self, line: String) {
-        let mut lines = self.lines();
+        let mut lines = self.lines.lock();
         if !lines.all.contains(&line) {
             lines.all.push(line);
             lines.new += 1;
@@ -79,7 +75,7 @@ impl ComparedFiles {
 
     /// Writes down what was noted, beside what other processes have written meanwhile.
     pub(super) fn save(&self) {
-        let mut lines = self.lines();
+        let mut lines = self.lines.lock();
         if lines.new == 0 {
             return;
         }
@@ -169,7 +165,7 @@ mod tests {
         second.note("b".to_owned());
         second.save();
         assert!(second.holds("a") && second.holds("b") && !first.holds("b"));
-        let found = |record: &ComparedFiles| record.lines().all.clone();
+        let found = |record: &ComparedFiles| record.lines.lock().all.clone();
         assert_eq!(found(&open(&directory)), ["a", "b"]);
         assert_eq!(fs::metadata(&directory).unwrap().mode() & 0o777, 0o700);
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 1);

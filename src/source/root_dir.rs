@@ -227,7 +227,7 @@ impl FoundFile {
     /// The file cannot be opened.
     pub fn cached(remote: &Remote) -> io::Result<Self> {
         let entry = &remote.object.entry;
-        let real = PathBuf::from(format!("/proc/self/fd/{}", entry.data().as_raw_fd()));
+        let real = PathBuf::from(format!("/proc/self/fd/{}", entry.data.as_raw_fd()));
         let fd = openat(CWD, &real, NAMING, Mode::empty())?;
         let (path, below) = (remote.object.name.to_path_buf(), PathBuf::from(&remote.object.file.path));
         let meta = metadata(&fd)?;

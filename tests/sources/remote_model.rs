@@ -268,14 +268,14 @@ fn damage(dir: &Path, file: usize, span: ByteSpan, what: Damage) {
 fn check_kept(cache: &Cache) {
     for dir in cache.list().unwrap() {
         let entry = cache.existing(&dir).unwrap();
-        let expected = CONTENTS.iter().find(|bytes| bytes.len() as u64 == entry.size_bytes()).unwrap();
+        let expected = CONTENTS.iter().find(|bytes| bytes.len() as u64 == entry.size_bytes).unwrap();
         let all = 0..entry.block_count();
         let _guards = entry.guard(&all).unwrap();
         let missing = entry.missing(&all).unwrap();
         for block in all.filter(|block| !missing.iter().any(|range| range.contains(block))) {
             let span = entry.span_of(&(block..block + 1));
             let mut found = vec![0; size(span.len())];
-            entry.data().read_exact_at(&mut found, span.start()).unwrap();
+            entry.data.read_exact_at(&mut found, span.start()).unwrap();
             assert!(found == expected[size(span.start())..size(span.end())], "block {block}");
         }
     }

@@ -32,7 +32,7 @@ const DROPPED: &str = "other bytes, which another process has dropped";
 /// # Errors
 /// The files cannot be read.
 pub fn digest_of(entry: &Entry, known: &KnownDigest) -> io::Result<Option<String>> {
-    let mut digester = Digester::new(known, entry.size_bytes());
+    let mut digester = Digester::new(known, entry.size_bytes);
     let whole = entry.for_each_part(|bytes| {
         digester.update(bytes);
         Ok(())
@@ -173,7 +173,7 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Option<Compared>, M
             // Another process has found other bytes meanwhile.
             Ok(false) => partial(entry),
             Err(error) => {
-                tracing::debug!("cache {}: {error}", entry.name());
+                tracing::debug!("cache {}: {error}", entry.name);
                 Compared::Right
             }
         };
@@ -200,5 +200,5 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Option<Compared>, M
 /// What is known of an entry that cannot be compared.
 fn partial(entry: &Entry) -> Compared {
     let present = entry.present_bytes().unwrap_or(0);
-    Compared::Partial { absent_bytes: entry.size_bytes().saturating_sub(present) }
+    Compared::Partial { absent_bytes: entry.size_bytes.saturating_sub(present) }
 }

@@ -281,7 +281,7 @@ impl Fetcher {
         awaited: &mut Vec<Arc<Job>>,
     ) {
         let mut steps = self.pool.update(JobQueue::steps);
-        let mut jobs = object.lock_jobs();
+        let mut jobs = object.jobs.lock();
         let mut new = Vec::new();
         for range in ranges {
             let mut start = range.start;
@@ -425,7 +425,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
         let _ = entry.claim(&job.blocks, false);
     }
     if let Err(FetchError::Cache(error)) = &outcome {
-        tracing::warn!("cache {}: {error}; read without the cache", entry.name());
+        tracing::warn!("cache {}: {error}; read without the cache", entry.name);
     }
     job.end(outcome);
     shared.progress.note();

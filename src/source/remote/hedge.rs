@@ -10,7 +10,7 @@ use std::{sync::Arc, time::Duration};
 
 #[cfg(feature = "hub")]
 use futures_util::future::{Either, select};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::counters::RemoteCounters;
 #[cfg(feature = "hub")]
@@ -63,13 +63,9 @@ impl Hedging {
         Self { counters, state: Mutex::default() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
-    }
-
     /// Notes the wait for the first byte of a reply.
     pub(super) fn note_reply(&self, wait: Duration) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         // A straggler must not make the next ones look usual.
         let wait = state.after().map_or(wait, |after| wait.min(after));
         let us = u64::try_from(wait.as_micros()).unwrap_or(u64::MAX / 16);
@@ -86,7 +82,7 @@ impl Hedging {
 
     /// The service requested a pause.
     pub(super) fn note_pause(&self) {
-        self.state().saved = 0;
+        self.state.lock().saved = 0;
     }
 }
 
@@ -98,7 +94,7 @@ struct Running<'a>(&'a Hedging);
 #[cfg(feature = "hub")]
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        self.0.state().running -= 1;
+        self.0.state.lock().running -= 1;
     }
 }
 
@@ -106,12 +102,12 @@ impl Drop for Running<'_> {
 impl Hedging {
     /// The wait after which a second request is sent; `None` while too little is known.
     fn after(&self) -> Option<Duration> {
-        self.state().after()
+        self.state.lock().after()
     }
 
     /// Begins a second request, if one is allowed.
     fn begin(&self) -> Option<Running<'_>> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.running >= RUNNING_MAX || state.saved < REPLIES_PER_HEDGE {
             return None;
         }
@@ -194,7 +190,7 @@ mod tests {
         let running: Vec<_> = std::iter::from_fn(|| hedging.begin()).collect();
         assert_eq!(running.len() as u64, SAVED_MAX.min(u64::from(RUNNING_MAX)));
         drop(running);
-        assert_eq!(hedging.state().running, 0);
+        assert_eq!(hedging.state.lock().running, 0);
         let hedging = after_replies(10_000, 10);
         hedging.note_pause();
         assert!(hedging.begin().is_none(), "after a pause");

@@ -36,7 +36,6 @@ mod shared;
 #[cfg(feature = "stores")]
 mod store;
 mod tree;
-mod uncached;
 mod url_scheme;
 
 pub use counters::{CountRow, LATENCY_BOUNDS_MS, RemoteCounters};

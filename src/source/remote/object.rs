@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::{
     super::ByteSpan,
@@ -90,10 +90,6 @@ impl RemoteObject {
         let error = Arc::clone(&late.error);
         all.clear();
         Some(error)
-    }
-
-    pub(super) fn lock_jobs(&self) -> MutexGuard<'_, Vec<Arc<Job>>> {
-        self.jobs.lock()
     }
 }
 
@@ -200,7 +196,7 @@ impl Job {
     pub(super) fn end(self: &Arc<Self>, outcome: Result<(), FetchError>) {
         let _ = self.outcome.set(outcome);
         self.begun.store(true, Ordering::Release);
-        self.object.lock_jobs().retain(|job| !Arc::ptr_eq(job, self));
+        self.object.jobs.lock().retain(|job| !Arc::ptr_eq(job, self));
     }
 
     pub(super) fn outcome(&self) -> Option<&Result<(), FetchError>> {

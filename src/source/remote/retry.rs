@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 
 use super::{
     super::{
@@ -98,7 +98,7 @@ struct Running<'a>(&'a Backoff);
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        self.0.traffic().running -= 1;
+        self.0.traffic.lock().running -= 1;
         self.0.freed.notify_one();
     }
 }
@@ -120,10 +120,6 @@ impl Backoff {
         Self { closed: Mutex::default(), pulse, traffic: Mutex::new(traffic), freed: Condvar::new() }
     }
 
-    fn traffic(&self) -> MutexGuard<'_, Traffic> {
-        self.traffic.lock()
-    }
-
     /// Closes the gate for `pause` from now on, since a reply requested it. A longer pause stays.
     pub fn close(&self, pause: Duration, why: &RemoteError) {
         let until = Instant::now() + pause;
@@ -132,7 +128,7 @@ impl Backoff {
             *closed = Some((until, why.clone()));
         }
         drop(closed);
-        let mut traffic = self.traffic();
+        let mut traffic = self.traffic.lock();
         if traffic.cut.is_none_or(|cut| cut.elapsed() > CUT_PERIOD) {
             traffic.most = (traffic.most.min(traffic.running) / 2).max(1);
             (traffic.good, traffic.cut) = (0, Some(Instant::now()));
@@ -142,7 +138,7 @@ impl Backoff {
     /// Notes a good reply.
     fn note_reply(&self) {
         self.pulse.note_progress();
-        let mut traffic = self.traffic();
+        let mut traffic = self.traffic.lock();
         if traffic.most < PARALLEL_MAX {
             traffic.good += 1;
             if traffic.good >= traffic.most {
@@ -184,7 +180,7 @@ impl Backoff {
                 // Not all threads at the same time.
                 thread::sleep(closed.min(STEP) + jitter(closed.min(STEP)));
             }
-            let mut traffic = self.traffic();
+            let mut traffic = self.traffic.lock();
             if traffic.running < traffic.most {
                 traffic.running += 1;
                 return Ok(Running(self));

@@ -156,7 +156,7 @@ impl Cache {
             return Err(io::Error::new(io::ErrorKind::InvalidData, message));
         }
         let name = file.cache_name(origin);
-        let of_name = |open: &[Weak<Entry>]| open.iter().filter_map(Weak::upgrade).find(|entry| entry.name() == name);
+        let of_name = |open: &[Weak<Entry>]| open.iter().filter_map(Weak::upgrade).find(|entry| entry.name == name);
         if let Some(entry) = of_name(&self.open.lock()) {
             return Ok(entry);
         }

@@ -23,7 +23,7 @@ use std::{
     time::Instant,
 };
 
-use parking_lot::{Mutex, MutexGuard, RwLockReadGuard};
+use parking_lot::{Mutex, RwLockReadGuard};
 use rustix::{
     fs::{FallocateFlags, SeekFrom, fallocate, seek},
     io::Errno,
@@ -35,7 +35,7 @@ use super::{
     block_map::BlockMap,
     geometry::{
         BLOCK_BYTES, HOLE_BYTES, SEGMENT_BLOCKS, SEGMENT_BYTES, block_count, blocks_of_segment, place, segments_of,
-        span_of,
+        span_of, steps,
     },
     lock::{self, LockKind},
     meta::{self, EntryMeta},
@@ -68,12 +68,15 @@ pub(super) enum Eviction {
 /// An object in the cache, open in this process.
 #[derive(Debug)]
 pub struct Entry {
-    name: String,
+    /// Its name in the cache.
+    pub name: String,
     /// `None` of an entry in memory.
     dir: Option<PathBuf>,
-    data: File,
+    /// The sparse file.
+    pub data: File,
     map: BlockMap,
-    size_bytes: u64,
+    /// Length of the object.
+    pub size_bytes: u64,
     segments: SegmentMap,
     verified_blocks: AtomicU64,
     /// The kernel reads the file directly: its blocks stay while this process lives.
@@ -130,24 +133,9 @@ impl Entry {
         }
     }
 
-    /// Its name in the cache.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
     /// Its directory, unless it is in memory.
     pub fn dir(&self) -> Option<&Path> {
         self.dir.as_deref()
-    }
-
-    /// The sparse file.
-    pub fn data(&self) -> &File {
-        &self.data
-    }
-
-    /// Length of the object.
-    pub fn size_bytes(&self) -> u64 {
-        self.size_bytes
     }
 
     /// Number of its blocks.
@@ -157,7 +145,7 @@ impl Entry {
 
     /// What it says about itself.
     pub fn meta(&self) -> EntryMeta {
-        self.lock_meta().clone()
+        self.meta.lock().clone()
     }
 
     fn blocks(&self) -> Range<u64> {
@@ -259,17 +247,8 @@ impl Entry {
     /// # Errors
     /// The map or the file cannot be read.
     pub fn missing(&self, blocks: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
-        let mut missing: Vec<Range<u64>> = Vec::new();
-        let mut add = |block: u64| match missing.last_mut() {
-            Some(last) if last.end == block => last.end += 1,
-            Some(_) | None => missing.push(block..block + 1),
-        };
-        let step = VERIFIED_BYTES / BLOCK_BYTES;
-        let mut buffer = Vec::new();
-        let mut start = blocks.start;
-        while start < blocks.end {
-            let part = start..(start + step).min(blocks.end);
-            start = part.end;
+        let (mut missing, mut buffer) = (Vec::new(), Vec::new());
+        for part in steps(blocks.clone(), VERIFIED_BYTES / BLOCK_BYTES) {
             if self.is_verified(&part) {
                 continue;
             }
@@ -285,7 +264,7 @@ impl Entry {
                     continue;
                 }
                 let Some(expected) = word else {
-                    add(block);
+                    add_absent(&mut missing, own);
                     continue;
                 };
                 let bytes = &buffer[place((block - part.start) * BLOCK_BYTES)..];
@@ -298,7 +277,7 @@ impl Entry {
                     RemoteCounters::add(&self.counters.bad_blocks, 1);
                     tracing::warn!("cache {}: block {block} has a wrong checksum and is fetched again", self.name);
                     self.map.clear(&own)?;
-                    add(block);
+                    add_absent(&mut missing, own);
                 }
             }
         }
@@ -320,8 +299,7 @@ impl Entry {
             let written = self.map.written(start)?.unwrap_or(blocks.end..blocks.end);
             let (first, end) = (written.start.min(blocks.end), written.end.min(blocks.end));
             add_absent(&mut absent, start..first);
-            for step in (first..end).step_by(place(MAP_STEP_BLOCKS)) {
-                let part = step..(step + MAP_STEP_BLOCKS).min(end);
+            for part in steps(first..end, MAP_STEP_BLOCKS) {
                 for (block, word) in part.clone().zip(self.map.read(&part)?) {
                     if word.is_none() {
                         add_absent(&mut absent, block..block + 1);
@@ -372,8 +350,7 @@ impl Entry {
     /// The files cannot be read, or `work` fails.
     pub(in super::super) fn for_each_part(&self, mut work: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<bool> {
         let mut buffer = vec![0; place(STEP_BLOCKS * BLOCK_BYTES)];
-        for start in self.blocks().step_by(place(STEP_BLOCKS)) {
-            let blocks = start..(start + STEP_BLOCKS).min(self.block_count());
+        for blocks in steps(self.blocks(), STEP_BLOCKS) {
             let _guards = self.guard(&blocks)?;
             if !self.missing(&blocks)?.is_empty() {
                 return Ok(false);
@@ -482,14 +459,20 @@ impl Entry {
         } else {
             return Ok(Eviction::Stays);
         };
-        let forgotten = segment.forget();
-        self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
-        self.meta_is_old.store(true, Ordering::Release);
+        let forgotten = self.forget(segment);
         lock::try_lock(self.map.file(), LockKind::None, &range)?;
         let Some(freed) = emptied else { return Ok(Eviction::GivenUp(forgotten * BLOCK_BYTES)) };
         let freed = freed?;
         RemoteCounters::add(&self.counters.evicted_bytes, freed);
         Ok(Eviction::Freed(freed))
+    }
+
+    /// Forgets what this process knows of a segment that it has alone, and the number of its verified blocks.
+    fn forget(&self, segment: &CachedSegment) -> u64 {
+        let forgotten = segment.forget();
+        self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
+        self.meta_is_old.store(true, Ordering::Release);
+        forgotten
     }
 
     /// Marks blocks as absent and then punches a hole. Other users are excluded.
@@ -516,9 +499,7 @@ impl Entry {
             if self.kept.load(Ordering::SeqCst) {
                 continue;
             }
-            let forgotten = segment.forget();
-            self.verified_blocks.fetch_sub(forgotten, Ordering::AcqRel);
-            self.meta_is_old.store(true, Ordering::Release);
+            self.forget(segment);
             // A lock that stays only delays an eviction.
             let _ = lock::try_lock(self.map.file(), LockKind::None, &lock::segment(place));
         }
@@ -533,20 +514,16 @@ impl Entry {
         let (all, mut start) = (self.blocks(), 0);
         while let Some(written) = self.map.written(start)?.filter(|written| written.start < all.end) {
             let end = written.end.min(all.end);
-            for step in (written.start..end).step_by(place(MAP_STEP_BLOCKS)) {
-                self.map.clear(&(step..(step + MAP_STEP_BLOCKS).min(end)))?;
+            for part in steps(written.start..end, MAP_STEP_BLOCKS) {
+                self.map.clear(&part)?;
             }
             start = end;
         }
         self.clear_verified(&all);
-        let mut meta = self.lock_meta();
+        let mut meta = self.meta.lock();
         self.read_meta(&mut meta);
         (meta.verified, meta.dropped) = (false, meta.dropped + 1);
         self.dir.as_deref().map_or(Ok(()), |dir| meta.write(dir))
-    }
-
-    fn lock_meta(&self) -> MutexGuard<'_, EntryMeta> {
-        self.meta.lock()
     }
 
     /// Reads again what the entry says about itself. A damaged file says nothing new.
@@ -560,7 +537,7 @@ impl Entry {
 
     /// Whether all blocks were compared with the digest, and none was brought since.
     pub(crate) fn is_compared(&self) -> bool {
-        let mut meta = self.lock_meta();
+        let mut meta = self.meta.lock();
         if self.meta_is_old.load(Ordering::Acquire) {
             self.read_meta(&mut meta);
         }
@@ -570,20 +547,20 @@ impl Entry {
     /// Whether any process has dropped all blocks since this one opened the entry, or since `Self::note_drops`: what was read
     /// before that may be wrong.
     pub fn was_dropped(&self) -> bool {
-        let mut meta = self.lock_meta();
+        let mut meta = self.meta.lock();
         self.read_meta(&mut meta);
         meta.dropped > self.drops_known.load(Ordering::Acquire)
     }
 
     /// Takes note of the drops so far: nothing that was read before them is used.
     pub(crate) fn note_drops(&self) {
-        let dropped = self.lock_meta().dropped;
+        let dropped = self.meta.lock().dropped;
         self.drops_known.fetch_max(dropped, Ordering::AcqRel);
     }
 
     /// Notes that blocks are brought that were not compared.
     fn note_unverified(&self) -> io::Result<()> {
-        let mut meta = self.lock_meta();
+        let mut meta = self.meta.lock();
         if !meta.verified && !self.meta_is_old.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -600,7 +577,7 @@ impl Entry {
     /// # Errors
     /// The file cannot be written.
     pub fn note_digest(&self) -> io::Result<bool> {
-        let mut meta = self.lock_meta();
+        let mut meta = self.meta.lock();
         self.read_meta(&mut meta);
         if meta.dropped > self.drops_known.load(Ordering::Acquire) {
             return Ok(false);

@@ -50,6 +50,12 @@ pub(in super::super) fn blocks_of_segment(segment: usize, block_count: u64) -> R
     start..(start + SEGMENT_BLOCKS).min(block_count)
 }
 
+/// Blocks in parts of at most this many.
+pub(super) fn steps(blocks: Range<u64>, step: u64) -> impl Iterator<Item = Range<u64>> {
+    let end = blocks.end;
+    blocks.step_by(place(step)).map(move |start| start..(start + step).min(end))
+}
+
 /// A number as a place in memory.
 pub(in super::super) fn place(number: u64) -> usize {
     usize::try_from(number).expect("what is in memory or mapped has places of 64 bits")

@@ -254,7 +254,7 @@ impl Space {
                 Ok((used, self.bound_bytes(dir, used)?))
             }
             Place::Memory => {
-                let used = self.open_entries().iter().map(|entry| allocated(entry.data().metadata())).sum();
+                let used = self.open_entries().iter().map(|entry| allocated(entry.data.metadata())).sum();
                 Ok((used, self.cap_bytes.unwrap_or(0)))
             }
         }
@@ -314,7 +314,7 @@ impl Space {
         for (place, entry) in entries.iter().enumerate() {
             match entry.stored_segments() {
                 Ok(stored) => segments.extend(stored.into_iter().map(|(used, segment)| (used, place, segment))),
-                Err(error) => tracing::debug!("cache {}: its segments are not known: {error}", entry.name()),
+                Err(error) => tracing::debug!("cache {}: its segments are not known: {error}", entry.name),
             }
         }
         segments.sort_unstable();
@@ -329,7 +329,7 @@ impl Space {
                 Ok(Eviction::Freed(bytes)) => freed += bytes,
                 Ok(Eviction::GivenUp(bytes)) => given_up += bytes,
                 Ok(Eviction::Stays) => {}
-                Err(error) => tracing::debug!("cache {}: segment {segment} stays: {error}", entries[entry].name()),
+                Err(error) => tracing::debug!("cache {}: segment {segment} stays: {error}", entries[entry].name),
             }
         }
     }

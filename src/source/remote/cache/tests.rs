@@ -207,7 +207,7 @@ fn a_damaged_entry_is_made_anew() {
     for damage in ["map", "data", "meta.json"] {
         fs::File::options().write(true).open(path.join(damage)).unwrap().set_len(3).unwrap();
         let entry = cache.entry(&object, "", "k").unwrap();
-        assert_eq!((entry.size_bytes(), missing(&entry, 0..7)), (100_000, vec![0..7]), "{damage}");
+        assert_eq!((entry.size_bytes, missing(&entry, 0..7)), (100_000, vec![0..7]), "{damage}");
     }
     fs::remove_file(path.join("map")).unwrap();
     cache.entry(&object, "", "k").unwrap();
