@@ -14,7 +14,6 @@
 
 mod client;
 mod kept;
-mod location;
 mod refusal;
 mod settings;
 mod snapshot;

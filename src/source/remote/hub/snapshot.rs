@@ -12,7 +12,7 @@ use std::{
 use bytes::Bytes;
 use parking_lot::Mutex;
 use reqwest::{
-    Method, Response, StatusCode,
+    Method, Response, StatusCode, Url,
     header::{CONTENT_RANGE, ETAG, HeaderMap, HeaderValue, RANGE},
 };
 use tokio::time::timeout_at;
@@ -31,7 +31,7 @@ use super::{
         shared::SharedCache,
     },
     client::{Hub, next_chunk, of_status},
-    location::{Location, locate, unquoted, what_of},
+    refusal::Subject,
 };
 
 /// The largest file of which a part is taken out of a whole answer. The Hub serves small files by itself, and may ignore ranges.
@@ -39,6 +39,26 @@ const WHOLE_BYTES_MAX: u64 = 16 << 20;
 
 /// Bytes read at once from a blob of the shared cache.
 const BLOB_CHUNK: usize = 1 << 20;
+
+/// The address of a file.
+#[derive(Clone, Debug)]
+struct Location {
+    url: Url,
+    /// Counts the addresses of the file: the first is 1.
+    generation: u64,
+}
+
+impl Location {
+    /// The address without its query, which may be signed: host and path name the object.
+    fn object(&self) -> String {
+        format!("{}{}", self.url.host_str().unwrap_or_default(), self.url.path())
+    }
+}
+
+/// A digest among the Hub's headers: `"abc"`, `W/"abc"` or `abc`.
+fn unquoted(etag: &str) -> &str {
+    etag.strip_prefix("W/").unwrap_or(etag).trim_matches('"')
+}
 
 /// What is known of a file's address.
 #[derive(Debug, Default)]
@@ -82,7 +102,7 @@ impl Snapshot {
         while next < span.end() {
             let part = usize::try_from(span.end() - next).map_or(buffer.len(), |left| left.min(buffer.len()));
             if let Err(error) = blob.read_exact_at(&mut buffer[..part], next) {
-                let what = what_of(&self.repo, file);
+                let what = self.what_of(file);
                 let message = format!("blob {digest} in the Hub's cache of this machine: {error}");
                 return Some(Err(RemoteError::new(Failure::Transient, self.hub.host(), &what, message)));
             }
@@ -99,6 +119,43 @@ impl Snapshot {
         Arc::clone(files.entry(file.key.clone()).or_default())
     }
 
+    /// The name of a file in messages.
+    fn what_of(&self, file: &RemoteFile) -> String {
+        format!("{}: {}", self.repo, file.path)
+    }
+
+    /// Asks the Hub for the address of a file, and checks that it is still the listed one.
+    async fn locate(&self, file: &RemoteFile, generation: u64, until: Instant) -> Result<Location, RemoteError> {
+        let commit = self.commit.as_str();
+        let mut after = vec!["resolve", commit];
+        after.extend(file.key.split('/'));
+        let url = self.hub.url(&[], &self.repo, &after);
+        let found = self.hub.follow(Method::HEAD, &self.repo, Subject::File(&file.path, commit), url, until).await?;
+        let changed = |what: &str, expected: &str, found: &str| {
+            let failure = Failure::Changed { expected: expected.to_owned(), found: found.to_owned() };
+            let message = format!("{what}: expected {expected}, found {found}");
+            Err(RemoteError::new(failure, self.hub.host(), &self.what_of(file), message))
+        };
+        let headers = &found.described;
+        if let Some(other) = text_of(headers, "x-repo-commit").filter(|found| *found != commit) {
+            return changed("commit", commit, other);
+        }
+        let size = text_of(headers, "x-linked-size").and_then(|text| text.parse::<u64>().ok());
+        if let Some(other) = size.filter(|size| *size != file.size_bytes) {
+            return changed("size in bytes", &file.size_bytes.to_string(), &other.to_string());
+        }
+        let (Content::Sha256(digest) | Content::GitBlob(digest) | Content::Version { version: digest, .. }) =
+            &file.content;
+        let linked = text_of(headers, "x-linked-etag").map(unquoted);
+        // Only the Hub's own tag is a digest. That of an answer without redirect is one unless a proxy made it.
+        let own = || text_of(found.answer.headers(), ETAG).map(unquoted);
+        let own = own().filter(|tag| !found.leads_out && tag.len() == digest.len());
+        if let Some(other) = linked.or(own).filter(|tag| tag != digest) {
+            return changed("digest", digest, other);
+        }
+        Ok(Location { url: found.url, generation })
+    }
+
     /// The address of a file: the known one, unless it is the `refused` one.
     async fn location(
         &self,
@@ -109,7 +166,7 @@ impl Snapshot {
     ) -> Result<Location, RemoteError> {
         let late = |_| {
             let message = "the address of the file did not come in time";
-            RemoteError::new(Failure::Transient, self.hub.host(), &what_of(&self.repo, file), message)
+            RemoteError::new(Failure::Transient, self.hub.host(), &self.what_of(file), message)
         };
         let mut location = timeout_at(until.into(), known.location.lock()).await.map_err(late)?;
         if let Some(location) = location.as_ref().filter(|location| Some(location.generation) != refused) {
@@ -117,22 +174,22 @@ impl Snapshot {
         }
         RemoteCounters::add(&self.hub.counters.requests, 1);
         let generation = location.as_ref().map_or(1, |location| location.generation + 1);
-        let found = locate(&self.hub, &self.repo, &self.commit, file, generation, until).await?;
+        let found = self.locate(file, generation, until).await?;
         *location = Some(found.clone());
         Ok(found)
     }
 
     /// Sends a request, and waits for the first bytes of the answer.
-    async fn begin(&self, file: &RemoteFile, span: ByteSpan, until: Instant) -> Result<Begun, RemoteError> {
+    async fn begin<'a>(&self, file: &'a RemoteFile, span: ByteSpan, until: Instant) -> Result<Reply<'a>, RemoteError> {
         let known = self.known(file);
-        let what = what_of(&self.repo, file);
+        let what = self.what_of(file);
         let mut headers = HeaderMap::new();
         let range = HeaderValue::try_from(format!("bytes={}-{}", span.start(), span.end().saturating_sub(1)));
         headers.insert(RANGE, range.expect("digits and a dash"));
         let mut location = self.location(file, &known, None, until).await?;
         let mut renewed = false;
         loop {
-            let mut answer = self.hub.send(Method::GET, &location.url, &headers, &what, until).await?;
+            let answer = self.hub.send(Method::GET, &location.url, &headers, &what, until).await?;
             let host = location.url.host_str().unwrap_or_default().to_owned();
             // A signed address that has expired. The content network also refuses valid ones at times.
             let refused = matches!(answer.status().as_u16(), 401 | 403 | 404 | 410) || answer.status().is_redirection();
@@ -145,25 +202,12 @@ impl Snapshot {
                 let message = "a fresh address of the file is refused, too";
                 return Err(of_status(&answer, Failure::Refused, &host, &what, message));
             }
-            let body = Body { file, span, host: &host, what: &what, until };
-            let skip = body.check(&answer)?;
-            check_tag(&known, &location, &answer, &body)?;
-            let first = next_chunk(&mut answer, &host, &what, until).await?;
-            return Ok(Begun { answer, first, skip, host });
+            let mut reply = Reply { file, span, host, what, until, answer, first: None, skip: 0 };
+            reply.skip = reply.check()?;
+            reply.check_tag(&known, &location)?;
+            reply.first = next_chunk(&mut reply.answer, &reply.host, &reply.what, until).await?;
+            return Ok(reply);
         }
-    }
-
-    async fn read_once(
-        &self,
-        file: &RemoteFile,
-        span: ByteSpan,
-        until: Instant,
-        hedging: &Hedging,
-        sink: &mut Sink<'_>,
-    ) -> Result<(), RemoteError> {
-        let begun = hedging.first_of(|| self.begin(file, span, until)).await?;
-        let host = begun.host.clone();
-        Body { file, span, host: &host, what: &what_of(&self.repo, file), until }.pass(begun, sink).await
     }
 }
 
@@ -193,51 +237,48 @@ impl Hub {
     }
 }
 
-/// Compares the entity tag with the first one of the same address: the content network has one content at an address.
-fn check_tag(known: &Known, location: &Location, answer: &Response, body: &Body<'_>) -> Result<(), RemoteError> {
-    let Some(tag) = text_of(answer.headers(), ETAG).map(unquoted) else {
-        return Ok(());
-    };
-    let mut tags = known.tags.lock();
-    let first = tags.entry(location.object()).or_insert_with(|| tag.to_owned());
-    if first == tag {
-        return Ok(());
-    }
-    let failure = Failure::Changed { expected: first.clone(), found: tag.to_owned() };
-    let message = format!("entity tag: expected {first}, found {tag}");
-    Err(of_status(answer, failure, body.host, body.what, &message))
-}
-
-/// An answer of which the first bytes are here.
-struct Begun {
+/// The answer to a request for a span, of which the first bytes are here.
+struct Reply<'a> {
+    file: &'a RemoteFile,
+    span: ByteSpan,
+    host: String,
+    what: String,
+    until: Instant,
     answer: Response,
     first: Option<Bytes>,
     /// Bytes before the span.
     skip: u64,
-    host: String,
 }
 
-/// The answer to a request for a span.
-struct Body<'a> {
-    file: &'a RemoteFile,
-    span: ByteSpan,
-    host: &'a str,
-    what: &'a str,
-    until: Instant,
-}
+impl Reply<'_> {
+    fn error(&self, failure: Failure, message: &str) -> RemoteError {
+        of_status(&self.answer, failure, &self.host, &self.what, message)
+    }
 
-impl Body<'_> {
-    /// Checks that an answer has the span. Returns how many bytes come before it.
-    fn check(&self, answer: &Response) -> Result<u64, RemoteError> {
-        let wrong = |failure, message: String| Err(of_status(answer, failure, self.host, self.what, &message));
+    /// Compares the entity tag with the first one of the same address: the content network has one content at an address.
+    fn check_tag(&self, known: &Known, location: &Location) -> Result<(), RemoteError> {
+        let Some(tag) = text_of(self.answer.headers(), ETAG).map(unquoted) else { return Ok(()) };
+        let mut tags = known.tags.lock();
+        let first = tags.entry(location.object()).or_insert_with(|| tag.to_owned());
+        if first == tag {
+            return Ok(());
+        }
+        let failure = Failure::Changed { expected: first.clone(), found: tag.to_owned() };
+        Err(self.error(failure, &format!("entity tag: expected {first}, found {tag}")))
+    }
+
+    /// Checks that it has the span. Returns how many bytes come before it.
+    fn check(&self) -> Result<u64, RemoteError> {
+        let answer = &self.answer;
+        let wrong = |failure, message: String| Err(self.error(failure, &message));
         let size_bytes = self.file.size_bytes;
         let other_size = |found: u64| {
             let message = format!("expected {size_bytes} bytes, found {found}");
             let failure = Failure::Changed { expected: format!("{size_bytes} bytes"), found: format!("{found} bytes") };
             wrong(failure, message)
         };
-        if let Some(error) = compressed(answer.headers(), self.host, self.what).filter(|_| answer.status().is_success())
-        {
+        let compressed = compressed(answer.headers(), &self.host, &self.what);
+        if let Some(error) = compressed.filter(|_| answer.status().is_success()) {
             return Err(error);
         }
         match answer.status() {
@@ -267,9 +308,10 @@ impl Body<'_> {
     }
 
     /// Passes the bytes of the span to `sink`.
-    async fn pass(&self, begun: Begun, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
-        let Begun { mut answer, first: mut next, mut skip, .. } = begun;
-        let mut left = self.span.len();
+    async fn pass(self, sink: &mut Sink<'_>) -> Result<(), RemoteError> {
+        let Self { span, host, what, until, mut answer, first: mut next, mut skip, .. } = self;
+        let broken = |message| Err(RemoteError::new(Failure::Transient, &host, &what, message));
+        let mut left = span.len();
         let is_whole = answer.status() == StatusCode::OK;
         while let Some(chunk) = next {
             let mut bytes: &[u8] = &chunk;
@@ -278,8 +320,7 @@ impl Body<'_> {
             bytes = &bytes[place(skipped)..];
             if bytes.len() as u64 > left {
                 if !is_whole {
-                    let message = format!("expected {} bytes, found more", self.span.len());
-                    return Err(RemoteError::new(Failure::Transient, self.host, self.what, message));
+                    return broken(format!("expected {} bytes, found more", span.len()));
                 }
                 bytes = &bytes[..place(left)];
             }
@@ -290,13 +331,12 @@ impl Body<'_> {
             if left == 0 && is_whole {
                 return Ok(());
             }
-            next = next_chunk(&mut answer, self.host, self.what, self.until).await?;
+            next = next_chunk(&mut answer, &host, &what, until).await?;
         }
         if left == 0 {
             return Ok(());
         }
-        let message = format!("expected {} bytes, found {}", self.span.len(), self.span.len() - left);
-        Err(RemoteError::new(Failure::Transient, self.host, self.what, message))
+        broken(format!("expected {} bytes, found {}", span.len(), span.len() - left))
     }
 }
 
@@ -346,9 +386,10 @@ impl Objects for Snapshot {
             return read;
         }
         if self.hub.settings.offline {
-            return Err(self.hub.is_offline(&what_of(&self.repo, file)).of_span(span));
+            return Err(self.hub.is_offline(&self.what_of(file)).of_span(span));
         }
-        let read = runtime::block_on(self.read_once(file, span, until, hedging, sink));
+        let read =
+            runtime::block_on(async { hedging.first_of(|| self.begin(file, span, until)).await?.pass(sink).await });
         // By its key the caller knows the object of an error.
         let named = |error: RemoteError| RemoteError { what: file.key.clone(), ..error.of_span(span) };
         read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(named)
