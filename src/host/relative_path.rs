@@ -21,22 +21,14 @@ pub struct RelativePath<'a>(&'a str);
 
 /// Why a text is no [`RelativePath`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{}", self.text())]
-pub enum PathFlaw {
-    /// It has no text.
-    Empty,
-    /// It begins with a slash.
-    Absolute,
-    /// Two slashes follow one another, or it ends with one.
-    EmptyName,
-    /// `.` or `..`.
-    Dots,
-    /// NUL or backslash.
-    Character,
-    /// A component is longer than 255 bytes.
-    LongName,
-    /// It has more than 32 components.
-    Deep,
+#[error("{0}")]
+pub struct PathFlaw(
+    /// In words, about "it".
+    pub &'static str,
+);
+
+impl PathFlaw {
+    const DEEP: Self = Self("it is more than 32 levels deep");
 }
 
 impl<'a> RelativePath<'a> {
@@ -46,22 +38,22 @@ impl<'a> RelativePath<'a> {
     /// [`PathFlaw`], the first that is met.
     pub fn parse(text: &'a str) -> Result<Self, PathFlaw> {
         if text.is_empty() {
-            return Err(PathFlaw::Empty);
+            return Err(PathFlaw("it is empty"));
         }
         if text.starts_with('/') {
-            return Err(PathFlaw::Absolute);
+            return Err(PathFlaw("it begins with a slash"));
         }
         if text.contains(['\0', '\\']) {
-            return Err(PathFlaw::Character);
+            return Err(PathFlaw("it has a NUL or a backslash"));
         }
         for (level, name) in text.split('/').enumerate() {
             if level == LEVELS_MAX {
-                return Err(PathFlaw::Deep);
+                return Err(PathFlaw::DEEP);
             }
             match name {
-                "" => return Err(PathFlaw::EmptyName),
-                "." | ".." => return Err(PathFlaw::Dots),
-                _ if name.len() > NAME_BYTES_MAX => return Err(PathFlaw::LongName),
+                "" => return Err(PathFlaw("a name between its slashes is empty")),
+                "." | ".." => return Err(PathFlaw("it has . or .. as a name")),
+                _ if name.len() > NAME_BYTES_MAX => return Err(PathFlaw("a name in it is longer than 255 bytes")),
                 _ => {}
             }
         }
@@ -71,9 +63,9 @@ impl<'a> RelativePath<'a> {
     /// The path of a file or directory directly inside the other: one component.
     ///
     /// # Errors
-    /// [`PathFlaw`]; of a path with several components [`PathFlaw::Deep`].
+    /// [`PathFlaw`]; of a path with several components that it is deep.
     pub fn parse_name(text: &'a str) -> Result<Self, PathFlaw> {
-        if text.contains('/') { Err(PathFlaw::Deep) } else { Self::parse(text) }
+        if text.contains('/') { Err(PathFlaw::DEEP) } else { Self::parse(text) }
     }
 
     /// Its text.
@@ -87,21 +79,6 @@ impl Deref for RelativePath<'_> {
 
     fn deref(&self) -> &str {
         self.0
-    }
-}
-
-impl PathFlaw {
-    /// In words, about "it".
-    pub const fn text(self) -> &'static str {
-        match self {
-            Self::Empty => "it is empty",
-            Self::Absolute => "it begins with a slash",
-            Self::EmptyName => "a name between its slashes is empty",
-            Self::Dots => "it has . or .. as a name",
-            Self::Character => "it has a NUL or a backslash",
-            Self::LongName => "a name in it is longer than 255 bytes",
-            Self::Deep => "it is more than 32 levels deep",
-        }
     }
 }
 
@@ -120,20 +97,20 @@ mod tests {
             assert_eq!(RelativePath::parse(path).map(RelativePath::as_str), Ok(path));
         }
         for (path, flaw) in [
-            ("", PathFlaw::Empty),
-            ("/a", PathFlaw::Absolute),
-            ("a/", PathFlaw::EmptyName),
-            ("a//b", PathFlaw::EmptyName),
-            (".", PathFlaw::Dots),
-            ("a/../b", PathFlaw::Dots),
-            ("a\\b", PathFlaw::Character),
-            ("a\0", PathFlaw::Character),
-            (&format!("{}f", "d/".repeat(32)), PathFlaw::Deep),
-            (&"n".repeat(256), PathFlaw::LongName),
+            ("", "it is empty"),
+            ("/a", "it begins with a slash"),
+            ("a/", "a name between its slashes is empty"),
+            ("a//b", "a name between its slashes is empty"),
+            (".", "it has . or .. as a name"),
+            ("a/../b", "it has . or .. as a name"),
+            ("a\\b", "it has a NUL or a backslash"),
+            ("a\0", "it has a NUL or a backslash"),
+            (&format!("{}f", "d/".repeat(32)), PathFlaw::DEEP.0),
+            (&"n".repeat(256), "a name in it is longer than 255 bytes"),
         ] {
-            assert_eq!(RelativePath::parse(path), Err(flaw), "{path:?}");
+            assert_eq!(RelativePath::parse(path), Err(PathFlaw(flaw)), "{path:?}");
         }
-        assert_eq!(RelativePath::parse_name("a/b"), Err(PathFlaw::Deep));
+        assert_eq!(RelativePath::parse_name("a/b"), Err(PathFlaw::DEEP));
     }
 
     proptest! {

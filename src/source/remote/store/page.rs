@@ -138,7 +138,7 @@ fn reason_of(key: &str, prefix: &str) -> Option<&'static str> {
         return Some("it has a control character");
     }
     // Above the prefix it is as the user wrote it.
-    RelativePath::parse(path).err().map(PathFlaw::text)
+    RelativePath::parse(path).err().map(|PathFlaw(text)| text)
 }
 
 #[cfg(test)]
