@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     changes::ChangeCount,
-    primitives::{Mutex, MutexGuard, lock},
+    primitives::{Mutex, lock},
 };
 
 /// Memory of a buffer. The default is none.
@@ -88,34 +88,30 @@ impl<M: RawMemory> BufferPool<M> {
         Self(Arc::new(Shared { spare: Mutex::new(spare), sizing, changes }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Spare<M>> {
-        lock(&self.0.spare)
-    }
-
     /// Sets the most bytes of unused buffers.
     pub fn set_spare_bytes_max(&self, bytes: usize) {
-        self.lock().bytes_max = bytes;
+        lock(&self.0.spare).bytes_max = bytes;
     }
 
     /// Bytes of unused buffers.
     pub fn spare_bytes(&self) -> usize {
-        self.lock().bytes
+        lock(&self.0.spare).bytes
     }
 
     /// Bytes of buffers in use.
     pub fn taken_bytes(&self) -> usize {
-        self.lock().taken_bytes
+        lock(&self.0.spare).taken_bytes
     }
 
     /// Bytes of all buffers.
     pub fn bytes(&self) -> usize {
-        let spare = self.lock();
+        let spare = lock(&self.0.spare);
         spare.bytes + spare.taken_bytes
     }
 
     /// Frees the unused buffers if none was taken since the last call.
     pub fn trim(&self) {
-        let mut spare = self.lock();
+        let mut spare = lock(&self.0.spare);
         if !std::mem::take(&mut spare.in_use) {
             spare.bytes = 0;
             let idle = std::mem::take(&mut spare.memory);
@@ -138,7 +134,7 @@ impl<M: RawMemory> BufferPool<M> {
     /// [`Buffer::make`]. Unused buffers are freed for it.
     pub fn reserve<const N: usize>(&self, lengths: [usize; N], limit: BufferLimit) -> Option<[Buffer<M>; N]> {
         let mut freed = Vec::new();
-        let mut spare = self.lock();
+        let mut spare = lock(&self.0.spare);
         spare.in_use = true;
         let mut places: [Option<usize>; N] = [None; N];
         for (number, len) in lengths.iter().enumerate() {
@@ -210,7 +206,7 @@ impl<M: RawMemory> Buffer<M> {
 impl<M: RawMemory> Drop for Buffer<M> {
     fn drop(&mut self) {
         let memory = std::mem::take(&mut self.memory);
-        let mut spare = self.pool.lock();
+        let mut spare = lock(&self.pool.0.spare);
         spare.taken_bytes -= self.memory_len;
         let is_kept = !memory.is_empty() && spare.bytes + memory.len() <= spare.bytes_max;
         let freed = if is_kept {

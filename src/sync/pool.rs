@@ -17,7 +17,7 @@ use std::{
 };
 
 use super::{
-    primitives::{Condvar, Mutex, MutexGuard, lock, thread, wait},
+    primitives::{Condvar, Mutex, lock, thread, wait},
     threads::CountedThread,
 };
 
@@ -128,7 +128,7 @@ impl<Q: Queue> Pool<Q> {
 
     /// Changes the queue, which receives the present number of threads, and starts or wakes threads for what is ready then.
     pub fn update<R>(&self, change: impl FnOnce(&mut Q, PoolThreads) -> R) -> R {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         let threads = state.threads();
         let result = change(&mut state.queue, threads);
         self.shared.call_threads(&mut state);
@@ -137,12 +137,12 @@ impl<Q: Queue> Pool<Q> {
 
     /// Looks at the queue. Nothing may become ready by that.
     pub fn look<R>(&self, look: impl FnOnce(&Q) -> R) -> R {
-        look(&self.shared.lock().queue)
+        look(&lock(&self.shared.state).queue)
     }
 
     /// Changes the most threads. Beyond it, threads end once their job has.
     pub fn set_threads_max(&self, threads_max: usize) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.threads_max = threads_max;
         self.shared.call_threads(&mut state);
     }
@@ -150,20 +150,20 @@ impl<Q: Queue> Pool<Q> {
     /// Takes something from the queue if the pool has no thread and the system starts none: the caller then runs or drops it. The
     /// reason is passed too.
     pub fn take_refused<R>(&self, take: impl FnOnce(&mut Q, &io::Error) -> Option<R>) -> Option<R> {
-        let state = &mut *self.shared.lock();
+        let state = &mut *lock(&self.shared.state);
         let refusal = state.refusal.as_ref().filter(|_| state.threads == 0)?;
         take(&mut state.queue, refusal)
     }
 
     /// Its threads now.
     pub fn threads(&self) -> PoolThreads {
-        self.shared.lock().threads()
+        lock(&self.shared.state).threads()
     }
 }
 
 impl<Q: Queue> Drop for Pool<Q> {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         state.ended = true;
         for idle in std::mem::take(&mut state.idle) {
             state.coming += 1;
@@ -179,10 +179,6 @@ impl<Q> State<Q> {
 }
 
 impl<Q: Queue> Shared<Q> {
-    fn lock(&self) -> MutexGuard<'_, State<Q>> {
-        lock(&self.state)
-    }
-
     /// Wakes or starts a thread for each job that is ready and that none is coming for.
     fn call_threads(self: &Arc<Self>, state: &mut State<Q>) {
         while state.queue.ready() > state.coming {
@@ -207,7 +203,7 @@ impl<Q: Queue> Shared<Q> {
 
     fn work(self: &Arc<Self>) {
         let me = Arc::new(IdleThread::default());
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.coming -= 1;
         while state.threads <= state.threads_max {
             if let Some(job) = state.queue.take() {
@@ -215,7 +211,7 @@ impl<Q: Queue> Shared<Q> {
                 self.call_threads(&mut state);
                 drop(state);
                 let done = catch_unwind(AssertUnwindSafe(|| (self.run)(job)));
-                state = self.lock();
+                state = lock(&self.state);
                 if let Ok(done) = done {
                     state.queue.done(done);
                 } else {

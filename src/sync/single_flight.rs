@@ -187,18 +187,14 @@ impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> SingleFlight<K, V, P> 
         Self { inside: Mutex::new(inside), changes }
     }
 
-    fn lock(&self) -> MutexGuard<'_, CacheInside<K, V, P>> {
-        lock(&self.inside)
-    }
-
     /// Calls `change` under the lock. What it takes off the shelf is better returned than dropped.
     pub fn with<R>(&self, change: impl FnOnce(&mut CacheInside<K, V, P>) -> R) -> R {
-        change(&mut self.lock())
+        change(&mut lock(&self.inside))
     }
 
     /// The value, if it is there, for a reader.
     pub fn find(&self, key: &K) -> Option<Arc<V>> {
-        let mut inside = self.lock();
+        let mut inside = lock(&self.inside);
         let found = inside.shelf.find(key).map(Arc::clone)?;
         inside.policy.asked(key);
         Some(found)
@@ -218,7 +214,7 @@ impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> SingleFlight<K, V, P> 
     ) -> Option<Result<Arc<V>, P::Error>> {
         let is_prefetch = request.demand == Demand::Prefetch;
         let (mut tries, mut idle_waits, mut watch) = (0, 0, None::<Watch<'_>>);
-        let mut inside = self.lock();
+        let mut inside = lock(&self.inside);
         let (room, dropped) = loop {
             if let Some(value) = inside.shelf.find(&key).map(Arc::clone) {
                 if !is_prefetch {
@@ -238,7 +234,7 @@ impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> SingleFlight<K, V, P> 
                     Ok(landing) => landing,
                     Err(error) => return Some(Err(error)),
                 };
-                inside = self.lock();
+                inside = lock(&self.inside);
                 match landing {
                     Landing::Made(value) => {
                         inside.policy.asked(&key);
@@ -276,7 +272,7 @@ impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> SingleFlight<K, V, P> 
                     }
                 }
             }
-            inside = self.lock();
+            inside = lock(&self.inside);
         };
         if !is_prefetch {
             inside.policy.asked(&key);
@@ -299,7 +295,7 @@ impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> SingleFlight<K, V, P> 
         mut next: impl FnMut(&mut CacheInside<K, V, P>) -> Next<K, P::Room, V>,
         make: impl FnOnce(K, P::Room) -> Result<V, P::Error>,
     ) -> Option<(K, bool)> {
-        let mut inside = self.lock();
+        let mut inside = lock(&self.inside);
         let (key, room) = loop {
             match next(&mut inside) {
                 Next::Make(key, room) => break (key, room),
@@ -307,7 +303,7 @@ impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> SingleFlight<K, V, P> 
                 Next::Drop(value) => {
                     drop(inside);
                     drop(value);
-                    inside = self.lock();
+                    inside = lock(&self.inside);
                 }
             }
         };
@@ -343,7 +339,7 @@ impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> SingleFlight<K, V, P> 
             }
             Ok(value) => {
                 maker.landing = Landing::Made(Arc::clone(value));
-                let mut inside = self.lock();
+                let mut inside = lock(&self.inside);
                 let CacheInside { shelf, policy, .. } = &mut *inside;
                 let replaced = shelf.put(maker.key, Arc::clone(value));
                 debug_assert!(replaced.is_none(), "a value that is kept is not made");
