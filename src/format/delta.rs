@@ -92,7 +92,7 @@ impl DeltaFormat {
         match self.checksum {
             Checksum::Xxh3 => format!("{:032x}", twox_hash::XxHash3_128::oneshot(bytes)),
             Checksum::Blake3 => blake3::hash(bytes).to_hex().to_string(),
-            Checksum::Adler32 => format!("{:08x}", adler32(bytes)),
+            Checksum::Adler32 => format!("{:08x}", adler2::adler32_slice(bytes)),
         }
     }
 
@@ -203,21 +203,6 @@ impl From<io::Error> for DeltaError {
 fn ended(mut difference: impl Read) -> Result<(), DeltaError> {
     let more = difference.read(&mut [0])?;
     if more == 0 { Ok(()) } else { Err(DeltaError("the difference goes on after its last byte".to_owned())) }
-}
-
-fn adler32(bytes: &[u8]) -> u32 {
-    const PRIME: u32 = 65_521;
-    /// So many bytes are added before a sum can overflow.
-    const AT_ONCE: usize = 5_552;
-    let (mut sum, mut of_sums) = (1, 0);
-    for part in bytes.chunks(AT_ONCE) {
-        for byte in part {
-            sum += u32::from(*byte);
-            of_sums += sum;
-        }
-        (sum, of_sums) = (sum % PRIME, of_sums % PRIME);
-    }
-    of_sums << 16 | sum
 }
 
 #[cfg(test)]
