@@ -192,12 +192,8 @@ impl Log {
         let text = info.payload_as_str().unwrap_or("no text");
         let thread = thread::current();
         let name = thread.name().unwrap_or("without a name");
-        match info.location() {
-            Some(place) => {
-                self.write(Level::ERROR, "ckfs::panic", format_args!("thread {name} panicked at {place}: {text}"));
-            }
-            None => self.write(Level::ERROR, "ckfs::panic", format_args!("thread {name} panicked: {text}")),
-        }
+        let place = info.location().map(|place| format!(" at {place}")).unwrap_or_default();
+        self.write(Level::ERROR, "ckfs::panic", format_args!("thread {name} panicked{place}: {text}"));
     }
 }
 

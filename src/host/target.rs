@@ -190,10 +190,7 @@ impl LogTarget {
     /// # Errors
     /// It cannot be opened; the old one is kept.
     pub(super) fn reopen(&mut self) -> io::Result<()> {
-        match self {
-            Self::File(log) => log.reopen(),
-            Self::Stderr { .. } | Self::System(_) | Self::Nowhere(_) => Ok(()),
-        }
+        if let Self::File(log) = self { log.reopen() } else { Ok(()) }
     }
 
     /// Writes one line. Where a pipe or terminal has no room, waits for it while `go_on` says so.

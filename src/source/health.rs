@@ -39,22 +39,6 @@ struct SharedHealth {
 /// Called after a file was poisoned.
 type OnPoisoned = Box<dyn Fn() + Send + Sync>;
 
-impl SharedHealth {
-    fn condemn(&self, place: usize, error: SourceError) -> SourceError {
-        let mut first = false;
-        let kept = self.files[place].poison.get_or_init(|| {
-            first = true;
-            Poison { error, since: SystemTime::now() }
-        });
-        if first {
-            self.poisoned.fetch_add(1, Ordering::Relaxed);
-            tracing::error!("{}; every read that needs this file fails from now on", kept.error);
-            self.on_poisoned.lock().iter().for_each(|callback| callback());
-        }
-        kept.error.clone()
-    }
-}
-
 /// Marks one file as lost, from a thread without the source.
 #[derive(Clone)]
 pub struct HealthHandle {
@@ -65,7 +49,17 @@ pub struct HealthHandle {
 impl HealthHandle {
     /// As [`Health::condemn`].
     pub fn condemn(&self, error: SourceError) -> SourceError {
-        self.shared.condemn(self.place, error)
+        let mut first = false;
+        let kept = self.shared.files[self.place].poison.get_or_init(|| {
+            first = true;
+            Poison { error, since: SystemTime::now() }
+        });
+        if first {
+            self.shared.poisoned.fetch_add(1, Ordering::Relaxed);
+            tracing::error!("{}; every read that needs this file fails from now on", kept.error);
+            self.shared.on_poisoned.lock().iter().for_each(|callback| callback());
+        }
+        kept.error.clone()
     }
 }
 
@@ -147,7 +141,7 @@ impl Health {
 
     /// Marks a file as lost for good. The first error counts and is logged; it is returned then and later.
     pub fn condemn(&self, file: FileId, error: SourceError) -> SourceError {
-        self.shared.condemn(self.origin(file).index(), error)
+        self.handle(file).condemn(error)
     }
 
     /// Number of files found poisoned so far.

@@ -112,7 +112,7 @@ impl LocalFiles {
         self.health.usable(file).map(|()| self.pinned(file))
     }
 
-    /// Poisons a file after a failed access, with the difference that `fstat` finds, or else with `otherwise`.
+    /// Poisons a file after a failed access, with the difference that `fstat` finds, or else with this flaw.
     fn poison_after(&self, file: FileId, flaw: String) -> SourceError {
         let pinned = self.pinned(file);
         match pinned.difference(fstat(&pinned.file)) {
@@ -121,11 +121,7 @@ impl LocalFiles {
         }
     }
 
-    /// Checks that the file is still identical to the pinned one. Notes the wait for the answer.
-    fn compare_open(&self, file: FileId, pinned: &Pinned) -> Result<(), SourceError> {
-        self.compare(file, pinned, fstat(&pinned.file))
-    }
-
+    /// Checks that the file is still identical to the pinned one.
     fn compare(&self, file: FileId, pinned: &Pinned, found: nix::Result<FileStat>) -> Result<(), SourceError> {
         match pinned.difference(found)? {
             None => Ok(()),
@@ -173,13 +169,13 @@ impl Source for LocalFiles {
     fn check(&self, file: FileId) -> Result<(), SourceError> {
         let pinned = self.usable(file)?;
         let _checking = self.health.begin(WaitTarget::Check(file));
-        self.compare_open(file, pinned)
+        self.compare(file, pinned, fstat(&pinned.file))
     }
 
     fn check_path(&self, file: FileId) -> Result<(), SourceError> {
-        let pinned = self.usable(file)?;
+        self.check(file)?;
+        let pinned = self.pinned(file);
         let _checking = self.health.begin(WaitTarget::Check(file));
-        self.compare_open(file, pinned)?;
         let found = match &pinned.revalidate {
             Revalidate::Named => stat(&*pinned.pin.path),
             Revalidate::Cached => return Ok(()),
@@ -280,7 +276,7 @@ impl Maps for LocalFiles {
         }
         self.comparisons.note_used(file.index());
         let checking = self.health.begin(WaitTarget::Check(file));
-        if let Err(error) = self.compare_open(file, pinned) {
+        if let Err(error) = self.compare(file, pinned, fstat(&pinned.file)) {
             return Some(Err(error.into()));
         }
         drop(checking);
@@ -297,7 +293,7 @@ impl Maps for LocalFiles {
         drop(fetching);
         let replied = reply(bytes);
         let _checking = self.health.begin(WaitTarget::Check(file));
-        Some(match self.compare_open(file, pinned) {
+        Some(match self.compare(file, pinned, fstat(&pinned.file)) {
             Ok(()) => Ok(replied),
             Err(error) => Err(ReadFailure { error, replied: Some(replied) }),
         })

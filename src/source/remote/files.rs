@@ -213,10 +213,6 @@ impl RemoteFiles {
         Ok(())
     }
 
-    fn remote_files(&self) -> impl Iterator<Item = (FileId, &Remote)> {
-        self.remote.iter().enumerate().filter_map(|(place, remote)| Some((FileId::at(place), remote.as_ref()?)))
-    }
-
     /// Notes that a reader gets bytes of an object.
     fn note_served(remote: &Remote) {
         if remote.object.digest.note_served() {
@@ -408,7 +404,8 @@ impl RemoteSource for RemoteFiles {
     }
 
     fn share(&self) -> Result<Vec<PathBuf>, SourceError> {
-        let files: Vec<(FileId, &Remote)> = self.remote_files().collect();
+        let remote = self.remote.iter().enumerate();
+        let files: Vec<_> = remote.filter_map(|(place, remote)| Some((FileId::at(place), remote.as_ref()?))).collect();
         let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
         let work = || {
             while let Some((file, remote)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {

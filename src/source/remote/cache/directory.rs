@@ -265,11 +265,9 @@ impl Cache {
             return Ok(Attempt::Missing);
         }
         // It may have been removed between the two calls.
-        let same = |found: io::Result<fs::Metadata>| {
-            let own = file.metadata()?;
-            Ok::<bool, io::Error>(found.is_ok_and(|found| (found.dev(), found.ino()) == (own.dev(), own.ino())))
-        };
-        if !same(fs::metadata(dir.join(MAP)))? {
+        let own = file.metadata()?;
+        let is_same = |found: fs::Metadata| (found.dev(), found.ino()) == (own.dev(), own.ino());
+        if !fs::metadata(dir.join(MAP)).is_ok_and(is_same) {
             return Ok(Attempt::Missing);
         }
         let Ok(data) = open(DATA) else { return Ok(Attempt::Malformed) };

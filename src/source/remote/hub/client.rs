@@ -197,15 +197,9 @@ impl Hub {
                 }
                 let headers = answer.headers().clone();
                 let text = self.whole(repo, &mut answer, until).await?;
-                let parsed = serde_json::from_slice(&text).map_err(|error| {
-                    RemoteError::new(
-                        Failure::Transient,
-                        self.host(),
-                        repo,
-                        format!("the answer is not understood: {error}"),
-                    )
-                })?;
-                Ok((parsed, headers))
+                let misread = |error| format!("the answer is not understood: {error}");
+                let parsed = serde_json::from_slice(&text).map_err(misread);
+                Ok((parsed.map_err(|text| RemoteError::new(Failure::Transient, self.host(), repo, text))?, headers))
             })
             .unwrap_or_else(|error| Err(self.no_runtime(&error)))
         };
