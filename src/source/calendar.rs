@@ -5,7 +5,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 /// The last second of the year 9999.
 const LAST: Duration = Duration::from_secs(253_402_300_799);
 
-/// A time as RFC 3339 has it, in whole seconds UTC: `2026-11-23T09:50:00Z`. Times before 1970 and after 9999 are shown as these years' ends.
+/// A time as RFC 3339 has it, in whole seconds UTC: `2026-11-23T09:50:00Z`. Times before 1970 and after 9999 are shown as the first and
+/// the last second between.
 pub fn utc(time: SystemTime) -> String {
     humantime::format_rfc3339_seconds(time.clamp(UNIX_EPOCH, UNIX_EPOCH + LAST)).to_string()
 }
