@@ -219,7 +219,7 @@ impl AveragedSources {
         let made = |error: ViewError| Problem::Other(format!("tensor {name:?}: {error}"));
         let own = |number: Option<usize>| number.map_or(id, |number| ids[number]);
         let terms = self.terms.iter();
-        let stored = |id: TensorId| table.tensor(id).stored(id).map_err(made);
+        let stored = |id: TensorId| table.tensor(id).stored_view(id).map_err(made);
         let terms = terms.map(|(number, weight)| Ok((stored(own(*number))?, *weight)));
         Ok(Some(Merge { terms: terms.collect::<Result<_, Problem>>()?, ..Merge::default() }))
     }

@@ -120,7 +120,7 @@ impl<'a> TensorInfo<'a> {
     ///
     /// # Errors
     /// The shape is too large.
-    pub fn stored(&self, id: TensorId) -> Result<View, ViewError> {
+    pub fn stored_view(&self, id: TensorId) -> Result<View, ViewError> {
         if let Some(mosaic) = self.mosaic() {
             return Ok(View::mosaic(mosaic.of_view()));
         }

@@ -233,7 +233,7 @@ struct Merging<'a> {
 /// A tensor as it is stored. `None` if it is stored quantized.
 fn stored(id: TensorId, info: &TensorInfo<'_>) -> Option<View> {
     let is_made = matches!(info.storage, Storage::Quantized(_) | Storage::Composed(_));
-    info.stored(id).ok().filter(|_| !is_made)
+    info.stored_view(id).ok().filter(|_| !is_made)
 }
 
 /// The name in the checkpoint of what a tensor of an adapter replaces.

@@ -158,7 +158,7 @@ impl<'a> Values<'a> {
             Storage::Quantized(quantized) => {
                 quantized.view().and_then(|view| view.cast(dtype.unwrap_or(quantized.dtype))).map_err(named)
             }
-            Storage::Plain { .. } | Storage::Mosaic(_) => shown(info.stored(id).map_err(named)?),
+            Storage::Plain { .. } | Storage::Mosaic(_) => shown(info.stored_view(id).map_err(named)?),
             Storage::Composed(composed) => {
                 if let Some(view) = &composed.view {
                     return Ok(view.clone());
