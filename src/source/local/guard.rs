@@ -44,6 +44,9 @@ static SLOTS: AtomicPtr<MapSlot> = AtomicPtr::new(ptr::null_mut());
 /// The earlier action of SIGBUS; set before the handler is installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
+/// Page size for the handler, which must not call into the C library to learn it.
+static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
+
 /// A read-only mapping of a whole file that survives the loss of its pages.
 pub struct GuardedMap {
     map: MmapRaw,
@@ -148,7 +151,16 @@ pub(super) fn drop_resident(start: *const u8, len_bytes: usize) {
 
 /// Size of a memory page.
 pub(crate) fn page_bytes() -> usize {
-    rustix::param::page_size()
+    match PAGE_BYTES.load(Ordering::Relaxed) {
+        0 => {
+            // SAFETY: sysconf has no preconditions.
+            let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+            let bytes = usize::try_from(bytes).ok().filter(|bytes| bytes.is_power_of_two()).unwrap_or(4096);
+            PAGE_BYTES.store(bytes, Ordering::Relaxed);
+            bytes
+        }
+        bytes => bytes,
+    }
 }
 
 fn register(start: usize, end: usize) -> &'static MapSlot {
@@ -214,7 +226,7 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut
 }
 
 fn replace_lost_pages(address: usize) -> bool {
-    let page = address & !(page_bytes() - 1);
+    let page = address & !(PAGE_BYTES.load(Ordering::Relaxed) - 1);
     // SAFETY: slots are leaked, so every pointer in the list is valid forever.
     let mut next = unsafe { SLOTS.load(Ordering::Acquire).as_ref() };
     while let Some(slot) = next {
