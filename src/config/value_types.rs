@@ -589,7 +589,7 @@ fn within<T: FromStr + PartialOrd + Display>(
     range: RangeInclusive<T>,
 ) -> Result<T, String> {
     let found = text.parse().ok().filter(|number| range.contains(number));
-    found.ok_or_else(|| format!("{expected} {} to {}, found {text}", range.start(), range.end()))
+    found.ok_or_else(|| format!("{expected} {} to {}, found {}", range.start(), range.end(), text.escape_debug()))
 }
 
 /// The number of a user or group. The greatest 32-bit number is not one.

@@ -19,7 +19,7 @@ use crate::{
 
 type Reply = http::Response<Body>;
 
-/// The services of the plugin.
+/// Answers a request by the call that its path names.
 async fn reply(node: Arc<NodePlugin>, request: http::Request<Body>) -> Result<Reply, Infallible> {
     let call = request.uri().path().strip_prefix("/csi.v1.").unwrap_or_default().to_owned();
     Ok(match call.as_str() {

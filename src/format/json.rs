@@ -1,6 +1,6 @@
 //! JSON whose values are counted before they are made: see [`ParseRoom`].
 
-use std::{collections::HashSet, fmt, marker::PhantomData};
+use std::{fmt, marker::PhantomData};
 
 use ckfs_host::parse_room::ParseRoom;
 use serde::{
@@ -42,14 +42,16 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Pairs<T> {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Pairs<T>, A::Error> {
-                let (mut pairs, mut names) = (Vec::new(), HashSet::new());
-                while let Some((name, value)) = map.next_entry::<String, T>()? {
-                    if !names.insert(name.clone()) {
-                        return Err(A::Error::custom(format_args!("{name:?} is there twice")));
-                    }
-                    pairs.push((name, value));
+                let mut pairs = Vec::new();
+                while let Some(pair) = map.next_entry::<String, T>()? {
+                    pairs.push(pair);
                 }
-                Ok(Pairs(pairs))
+                let mut names: Vec<&str> = pairs.iter().map(|(name, _)| name.as_str()).collect();
+                names.sort_unstable();
+                match names.windows(2).find(|two| two[0] == two[1]) {
+                    Some(two) => Err(A::Error::custom(format_args!("{:?} is there twice", two[0]))),
+                    None => Ok(Pairs(pairs)),
+                }
             }
         }
         deserializer.deserialize_map(Visit(PhantomData))

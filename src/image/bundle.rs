@@ -81,7 +81,7 @@ impl Bundle {
     pub(super) fn new(plan: Arc<Plan>, all: Arc<TensorKinds>) -> Self {
         let mut bundled: BTreeMap<usize, (usize, u64)> = BTreeMap::new();
         for (index, _) in plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor)) {
-            bundled.entry(all.of[index]).or_insert((index, 0)).1 += 1;
+            bundled.entry(all.of(index)).or_insert((index, 0)).1 += 1;
         }
         let places = plan.lists_whole();
         let place_of = bundled.keys().copied().zip(0..).collect();
@@ -120,7 +120,7 @@ impl Bundle {
                 .map(|(index, tensor)| {
                     let (dtype, rank) = (tensor.view.dtype(), tensor.view.shape().rank());
                     let bytes = tensor_row_bytes(&tensor.name, dtype, rank);
-                    HeaderRow { dtype, kind: self.place_of[&self.all.of[index]], bytes }
+                    HeaderRow { dtype, kind: self.place_of[&self.all.of(index)], bytes }
                 })
                 .collect();
             rows.sort_by_key(|row| Reverse(row.dtype.bits()));
@@ -252,7 +252,7 @@ impl Bundle {
             let tensor = &self.plan.tensors[*first];
             let whole = tensor.view.shape().whole();
             let mut devices = self.plan.devices.iter().copied();
-            Some((self.all.of[*first], devices.find(|device| self.plan.region(tensor, *device) == whole)?))
+            Some((self.all.of(*first), devices.find(|device| self.plan.region(tensor, *device) == whole)?))
         };
         self.kinds.iter().map(whole_on).collect()
     }

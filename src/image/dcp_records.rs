@@ -151,7 +151,7 @@ impl DcpMetadata {
         let writer = DcpWriter::new(narrow(holders.len() as u64), dtypes).expect("types that torch lacks were refused");
         let mut used = vec![false; kinds.first.len()];
         for tensor in &tensors {
-            used[kinds.of[*tensor]] = true;
+            used[kinds.of(*tensor)] = true;
         }
         let firsts = || kinds.first.iter().map(|first| &plan.tensors[*first]);
         let used_firsts = firsts().zip(&used).filter(|(_, used)| **used).map(|(first, _)| first);
@@ -190,7 +190,7 @@ impl DcpMetadata {
     }
 
     fn blocks(&self, number: usize) -> &[ChunkBlock] {
-        &self.blocks[self.kinds.of[self.tensors[number]]]
+        &self.blocks[self.kinds.of(self.tensors[number])]
     }
 
     /// Files of the devices in a block of a tensor's chunks, and the regions, without empty ones.
@@ -227,7 +227,7 @@ impl DcpMetadata {
     fn add(&self, number: usize, files: &mut Segments) -> Arc<[(u64, u64)]> {
         let classes = self.classes.first.len();
         let dtype = self.tensor(number).view.dtype();
-        let shapes = &self.shape_of[self.kinds.of[self.tensors[number]] * classes..][..classes];
+        let shapes = &self.shape_of[self.kinds.of(self.tensors[number]) * classes..][..classes];
         let add = |(class, shape): (usize, &u32)| {
             let shape = shape.checked_sub(1).map(|place| &self.shapes[place as usize]);
             shape.map_or((0, 0), |shape| files.add(class, dtype, shape))

@@ -91,7 +91,7 @@ impl ManifestRecords {
         let tensors = 0..manifest.plan.tensors.len();
         let before: Vec<u64> = tensors.clone().map(|tensor| count(&|out| manifest.before(tensor, out))).collect();
         let lengths = tensors.map(|tensor| {
-            let regions = regions[manifest.kinds.of[tensor]].last().copied().unwrap_or(0);
+            let regions = regions[manifest.kinds.of(tensor)].last().copied().unwrap_or(0);
             before[tensor] + regions + count(&|out| manifest.after(tensor, out))
         });
         let lengths: Vec<u64> = lengths.collect();
@@ -212,7 +212,7 @@ impl GeneratedRecords for ManifestRecords {
             None => vec![len],
             Some(tensor) => {
                 let before = self.before[tensor];
-                let regions = self.regions[self.kinds.of[tensor]].iter().map(|end| before + end);
+                let regions = self.regions[self.kinds.of(tensor)].iter().map(|end| before + end);
                 std::iter::once(before).chain(regions).chain([len]).collect()
             }
         }

@@ -104,7 +104,7 @@ impl SafetensorsIndex {
         let bundled = plan.tensors.iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor));
         let row = |(index, _)| {
             let number = u32::try_from(index).expect("a table of tensors has fewer than 2^32 rows");
-            (number, whole_on[&kinds.of[index]])
+            (number, whole_on[&kinds.of(index)])
         };
         let tensors = bundled.map(row).collect();
         let mut index = Self { plan, tensors, starts: Vec::new() };

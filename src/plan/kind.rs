@@ -12,8 +12,7 @@ type Key<'a> = (u32, Option<u64>, Option<u64>, &'a Shape, bool);
 /// The kinds of a plan's tensors.
 #[derive(Clone, Debug, Default)]
 pub struct TensorKinds {
-    /// The kind of each tensor.
-    pub of: Vec<usize>,
+    of_tensor: Vec<u32>,
     /// Number of the first tensor of each kind.
     pub first: Vec<usize>,
 }
@@ -21,17 +20,22 @@ pub struct TensorKinds {
 impl TensorKinds {
     /// The kinds of all tensors of a plan, in the order of their first tensors.
     pub fn new(plan: &Plan) -> Self {
-        let mut known: HashMap<Key<'_>, usize> = HashMap::new();
-        let mut kinds = Self { of: Vec::with_capacity(plan.tensors.len()), first: Vec::new() };
+        let mut known: HashMap<Key<'_>, u32> = HashMap::new();
+        let mut kinds = Self { of_tensor: Vec::with_capacity(plan.tensors.len()), first: Vec::new() };
         for (index, tensor) in plan.tensors.iter().enumerate() {
             let is_paired = tensor.view.dtype() == DType::F4;
             let key = (tensor.spec, plan.expert_group(tensor), tensor.stage, tensor.view.shape(), is_paired);
-            kinds.of.push(*known.entry(key).or_insert_with(|| {
+            kinds.of_tensor.push(*known.entry(key).or_insert_with(|| {
                 kinds.first.push(index);
-                kinds.first.len() - 1
+                u32::try_from(kinds.first.len() - 1).expect("a table of tensors has fewer than 2^32 rows")
             }));
         }
         kinds
+    }
+
+    /// The kind of a tensor, both by number.
+    pub fn of(&self, tensor: usize) -> usize {
+        self.of_tensor[tensor] as usize
     }
 }
 

@@ -142,11 +142,12 @@ pub(super) fn last_offset(loops: &[Loop]) -> u64 {
 
 /// For each number the greatest among it and those before it.
 pub(super) fn greatest_so_far(numbers: impl Iterator<Item = u64>) -> Vec<u64> {
-    let greater = |greatest: &mut u64, number: u64| {
-        *greatest = number.max(*greatest);
-        Some(*greatest)
+    let mut greatest = 0;
+    let so_far = |number: u64| {
+        greatest = number.max(greatest);
+        greatest
     };
-    numbers.scan(0, greater).collect()
+    numbers.map(so_far).collect()
 }
 
 impl Piece {

@@ -10,6 +10,7 @@ use ckfs::{
     volume::{FileSystem, Ino, VolumeOptions},
 };
 use half::{bf16, f16};
+use serde_json::json;
 use tempfile::TempDir;
 
 use crate::common::{
@@ -142,4 +143,34 @@ fn what_cannot_be_averaged_is_refused_by_name() {
     let outside = OpenOptions { average: vec![("/elsewhere".to_owned(), 1.0)], ..OpenOptions::default() };
     let error = Checkpoint::open(dir.path().join("0").to_str().unwrap(), &outside).err().unwrap().to_string();
     assert!(error.contains("--average: expected one of the sources that are averaged"), "{error}");
+}
+
+/// Two arrays with equal chunks, and a chunk that neither has: what stands in its place is not equal.
+#[test]
+fn what_fills_holes_is_averaged_too() {
+    let dir = tempfile::tempdir().unwrap();
+    for (step, fill) in [(0, 1.0), (1, 3.0)] {
+        let array = dir.path().join(step.to_string()).join("n");
+        fs::create_dir_all(array.join("c/0")).unwrap();
+        let leaf = json!({
+            "key_metadata": [{"key": "n", "key_type": 2}],
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": false},
+        });
+        let tree = json!({"tree_metadata": {"('n',)": leaf}, "use_ocdbt": false, "use_zarr3": true});
+        fs::write(array.with_file_name("_METADATA"), tree.to_string()).unwrap();
+        let description = json!({
+            "zarr_format": 3, "node_type": "array", "shape": [4, 2], "data_type": "float32", "fill_value": fill,
+            "attributes": {}, "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2, 2]}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        });
+        fs::write(array.join("zarr.json"), description.to_string()).unwrap();
+        fs::write(array.join("c/0/0"), [7f32, 8.0, 9.0, 10.0].map(f32::to_le_bytes).concat()).unwrap();
+    }
+    let checkpoint = Arc::new(open(&dir, &[(0, 0.5), (1, 0.5)]).unwrap());
+    let volume = volume(&checkpoint, &ViewOptions::default(), VolumeOptions::default());
+    let mut found = Vec::new();
+    files(&volume as &dyn FileSystem, Ino::ROOT, "", &mut found);
+    let ino = found.iter().find(|(path, _)| path == "full/n").unwrap().1;
+    assert_eq!(floats(DType::F32, &read(&volume, ino, 0, 32)), [7.0, 8.0, 9.0, 10.0, 2.0, 2.0, 2.0, 2.0]);
 }

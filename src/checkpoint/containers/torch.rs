@@ -134,7 +134,9 @@ pub(crate) fn read(
         left_out.extend(found.others.into_iter().map(|(name, kind)| LeftOut { name, kind }));
     }
     let table = builder.finish();
-    if let Some((name, index)) = index {
+    if let Some((name, index)) = index
+        && !files.agree_with_index(index, &table)
+    {
         files.compare_with_index(name, index, (&table, &copies.decided), &broken, problems);
     }
     let mut contents = Contents { left_out, ..Contents::new(Container::Torch, table) };

@@ -80,6 +80,9 @@ impl MetricsCommand {
             return serve(address, mounts);
         }
         match &self.textfile {
+            Some(path) if path.file_name().is_none() => {
+                Err(Usage(format!("--textfile: expected a file, found {}", path.display())).into())
+            }
             // The collector passes over the file beside it, whose name does not end in .prom.
             Some(path) => output::replace(path, &mounts.text()),
             None => output::print(&mounts.text()),

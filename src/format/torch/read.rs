@@ -13,7 +13,7 @@
 //! The CRC-32 of what is interpreted is verified. That of storages is not: their bytes are read where they are, in parts.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet},
     ops::Range,
 };
 
@@ -182,7 +182,7 @@ impl OpenedArchive {
     /// It is not described as torch describes tensors, or its storage is not as long as it says.
     pub fn tensor(&self, id: Id, name: &str) -> Result<Option<SavedTensor>, ArchiveError> {
         let tensor = torch_state::tensor(&self.pickle, id, name)?;
-        tensor.map(|tensor| saved(&self.storages, tensor)).transpose()
+        tensor.map(|tensor| saved(&self.storages, "", tensor)).transpose()
     }
 }
 
@@ -369,7 +369,10 @@ impl TorchArchive {
             Found::Pickle(pickle) => torch_state::storage_keys(pickle),
         };
         let root = listing.root()?;
-        let mut numbers = HashMap::with_capacity(keys.len());
+        let mut keys: Vec<&str> = keys.into_iter().collect();
+        // Of several faults always the same is told.
+        keys.sort_unstable();
+        let mut numbers = BTreeMap::new();
         for key in keys {
             numbers.insert(key.to_owned(), listing.find(&format!("{root}data/{key}"))?);
         }
@@ -385,7 +388,8 @@ impl TorchArchive {
         let stage = match found {
             Found::Pickle(pickle) => Stage::Opened(OpenedArchive { pickle, storages }),
             Found::Object(TorchObject { tensors, others }) => {
-                let tensors = tensors.into_iter().map(|tensor| saved(&storages, tensor)).collect::<Result<_, _>>()?;
+                let tensors =
+                    tensors.into_iter().map(|tensor| saved(&storages, &root, tensor)).collect::<Result<_, _>>()?;
                 Stage::Done(SavedContents { tensors, others })
             }
         };
@@ -397,8 +401,8 @@ impl TorchArchive {
 type Storages = HashMap<String, (u64, u64)>;
 
 /// A tensor with the place of its storage.
-fn saved(storages: &Storages, tensor: TorchTensor) -> Result<SavedTensor, ArchiveError> {
-    let entry = format!("data/{}", tensor.storage);
+fn saved(storages: &Storages, root: &str, tensor: TorchTensor) -> Result<SavedTensor, ArchiveError> {
+    let entry = format!("{root}data/{}", tensor.storage);
     let (storage_start, found) = *storages.get(&tensor.storage).ok_or_else(|| ArchiveError::missing(&entry))?;
     if found == tensor.storage_bytes {
         return Ok(SavedTensor { tensor, storage_start });

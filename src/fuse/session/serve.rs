@@ -228,8 +228,7 @@ impl Connected {
         Self::begin(fs, (options, threads), (device, mounted), before.zip(known.as_ref()), record)
     }
 
-    /// Begins the session and its threads.
-    /// Begins the session. A mount that is new is detached again if that fails.
+    /// Begins the session and its threads. A mount that is new is detached again if that fails.
     fn begin(
         fs: &Arc<dyn Upkeep>,
         (options, threads): (&MountOptions, usize),
@@ -268,6 +267,8 @@ impl Connected {
         match begun.and_then(|(session, threads, known)| Ok((Running::start(session, fs, threads)?, known))) {
             Ok((running, known)) => Ok(Self { mounted, running, device, record: record.map(|record| (record, known)) }),
             Err(error) => {
+                // Without a connection nothing that detaching does can wait for an answer of this process.
+                drop((device, record));
                 if before.is_none() {
                     mounted.detach();
                 }

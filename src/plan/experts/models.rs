@@ -41,7 +41,7 @@ struct ModelRow {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, deny_unknown_fields)]
 enum RenameRow {
     /// Pattern and target, with the scope.
     Always(Vec<String>),
@@ -153,6 +153,9 @@ impl ModelNames {
         for row in &row.renames {
             let (rule, guard) = match row {
                 RenameRow::Always(list) => (NameRule::new(list)?, None),
+                RenameRow::Changed { from, guard: None, number: None, .. } => {
+                    return Err(format!("{from:?}: expected a guard or a number"));
+                }
                 RenameRow::Changed { from, to, scope, guard, number } => {
                     let list: Vec<String> = [from, to].into_iter().chain(scope).cloned().collect();
                     let guard = guard.as_deref().map(regex).transpose()?;

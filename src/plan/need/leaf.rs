@@ -26,25 +26,26 @@ impl ReadLeaf<'_> {
 
 /// Emits the leaves of a tensor's view in order. `false` ends the walk.
 pub(crate) fn for_each_leaf<'a>(view: &'a View, emit: &mut dyn FnMut(ReadLeaf<'a>) -> bool) {
-    walk(ReadLeaf { view, axes: (0..view.shape().rank()).collect(), at: SmallVec::new() }, emit);
+    for_each_leaf_of(ReadLeaf { view, axes: (0..view.shape().rank()).collect(), at: SmallVec::new() }, emit);
 }
 
-fn walk<'a>(mut leaf: ReadLeaf<'a>, emit: &mut dyn FnMut(ReadLeaf<'a>) -> bool) -> bool {
+/// The same for what is a part of a tensor already. Returns whether the walk came to its end.
+pub(super) fn for_each_leaf_of<'a>(mut leaf: ReadLeaf<'a>, emit: &mut dyn FnMut(ReadLeaf<'a>) -> bool) -> bool {
     if let Op::Stack { of, axis } = leaf.view.op() {
         let axis = leaf.axes.remove(*axis);
         return (0..).zip(of).all(|(index, operand)| {
             let mut below = ReadLeaf { view: operand, ..leaf.clone() };
             below.at.push((axis, index));
-            walk(below, emit)
+            for_each_leaf_of(below, emit)
         });
     }
     if let Op::Transpose { of, axes } = leaf.view.op() {
         let mut inner = leaf.axes.clone();
         axes.iter().zip(&leaf.axes).for_each(|(from, axis)| inner[*from] = *axis);
-        return walk(ReadLeaf { view: of, axes: inner, at: leaf.at }, emit);
+        return for_each_leaf_of(ReadLeaf { view: of, axes: inner, at: leaf.at }, emit);
     }
     if let Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } = leaf.view.op() {
-        return walk(ReadLeaf { view: of, ..leaf }, emit);
+        return for_each_leaf_of(ReadLeaf { view: of, ..leaf }, emit);
     }
     emit(leaf)
 }

@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 use super::{
     super::{Plan, PlannedTensor, naming::group_name},
     amplification::Amplification,
-    leaf::{ReadLeaf, for_each_leaf},
+    leaf::{ReadLeaf, for_each_leaf, for_each_leaf_of},
 };
 
 impl Amplification {
@@ -169,13 +169,24 @@ impl Walk {
     }
 
     fn tensor(&mut self, view: &View, holding: u32, group: u32) {
-        for_each_leaf(view, &mut |ReadLeaf { view, axes, at }| {
-            let borders = &self.holdings[holding as usize].borders;
-            let below = |axis: usize, index: u64| borders[axis].partition_point(|border| *border <= index);
-            let fixed = at.iter().map(|(axis, index)| (*axis, below(*axis, *index))).collect();
-            self.leaf(view, LeafPosition { axes, fixed }, holding, group);
-            true
-        });
+        for_each_leaf(view, &mut |leaf| self.part(leaf, holding, group));
+    }
+
+    fn part(&mut self, leaf: ReadLeaf<'_>, holding: u32, group: u32) -> bool {
+        if let Op::Sum { of } | Op::Product { of, .. } = leaf.view.op() {
+            // Both sides are read at the same places.
+            for side in of {
+                let side = ReadLeaf { view: side, ..leaf.clone() };
+                for_each_leaf_of(side, &mut |leaf| self.part(leaf, holding, group));
+            }
+            return true;
+        }
+        let ReadLeaf { view, axes, at } = leaf;
+        let borders = &self.holdings[holding as usize].borders;
+        let below = |axis: usize, index: u64| borders[axis].partition_point(|border| *border <= index);
+        let fixed = at.iter().map(|(axis, index)| (*axis, below(*axis, *index))).collect();
+        self.leaf(view, LeafPosition { axes, fixed }, holding, group);
+        true
     }
 
     fn leaf(&mut self, view: &View, place: LeafPosition, holding: u32, group: u32) {

@@ -27,8 +27,9 @@ pub(super) fn text_of(headers: &HeaderMap, name: impl AsHeaderName) -> Option<&s
 
 /// The service's name for the request, short and without characters that a terminal would obey.
 pub(super) fn request_id(headers: &HeaderMap) -> Option<String> {
+    // A proxy may add its own, by the general name.
     const NAMES: [&str; 5] =
-        ["x-request-id", "x-amz-cf-id", "x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid"];
+        ["x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid", "x-request-id", "x-amz-cf-id"];
     let id = NAMES.iter().find_map(|name| text_of(headers, *name))?;
     Some(id.chars().filter(char::is_ascii_graphic).take(80).collect())
 }

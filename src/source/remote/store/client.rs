@@ -52,8 +52,8 @@ fn builder(options: &ClientOptions) -> reqwest::Result<reqwest::ClientBuilder> {
         .timeout(REQUEST_TIMEOUT)
         .https_only(!is_on(Key::AllowHttp))
         .danger_accept_invalid_certs(is_on(Key::AllowInvalidCertificates));
-    // That of services for credentials is shorter.
-    if let Some(limit) = time(Key::ConnectTimeout) {
+    // That of services for credentials is shorter. What the environment says for other programs may be too short for any connection.
+    if let Some(limit) = time(Key::ConnectTimeout).filter(|limit| *limit >= Duration::from_secs(1)) {
         made = made.connect_timeout(limit.min(CONNECT_TIMEOUT));
     }
     if let Some(limit) = time(Key::PoolIdleTimeout) {
