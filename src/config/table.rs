@@ -377,7 +377,7 @@ pub(super) fn unknown(what: &str, name: &str, names: impl Iterator<Item = String
     }
     let names: Vec<String> = names.collect();
     let near = did_you_mean(what, name, names.iter().map(String::as_str));
-    near.unwrap_or_else(|| format!("unknown {what} `{name}`; there are: {}", names.join(", ")))
+    near.unwrap_or_else(|| format!("unknown {what} {name:?}; there are: {}", names.join(", ")))
 }
 
 /// The keys of a file in words, for the help.
