@@ -19,6 +19,9 @@ pub struct TensorKinds {
 
 impl TensorKinds {
     /// The kinds of all tensors of a plan, in the order of their first tensors.
+    ///
+    /// # Panics
+    /// If the plan has 2^32 tensors, which a checkpoint's table excludes.
     pub fn new(plan: &Plan) -> Self {
         let mut known: HashMap<Key<'_>, u32> = HashMap::new();
         let mut kinds = Self { of_tensor: Vec::with_capacity(plan.tensors.len()), first: Vec::new() };

@@ -389,7 +389,7 @@ impl TorchArchive {
             Found::Pickle(pickle) => Stage::Opened(OpenedArchive { pickle, storages }),
             Found::Object(TorchObject { tensors, others }) => {
                 let tensors =
-                    tensors.into_iter().map(|tensor| saved(&storages, &root, tensor)).collect::<Result<_, _>>()?;
+                    tensors.into_iter().map(|tensor| saved(&storages, root, tensor)).collect::<Result<_, _>>()?;
                 Stage::Done(SavedContents { tensors, others })
             }
         };
