@@ -25,6 +25,10 @@ use futures_util::{
 use http::{Request, StatusCode, header::CONNECTION};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioTimer;
+use nix::sys::{
+    resource::{Resource, getrlimit},
+    socket::{Backlog, listen},
+};
 use tokio::{net::TcpStream, sync::watch, time::timeout};
 
 use super::{
@@ -106,6 +110,8 @@ impl Listening {
     fn bind(address: SocketAddr) -> Result<Self, ServeError> {
         let refused = |error: io::Error| ServeError::of_address(address, &error);
         let listener = TcpListener::bind(address).map_err(refused)?;
+        // Of std's 128 in the queue, a fleet that begins together fills all, and then each waits a second for its next try.
+        listen(&listener, Backlog::MAXCONN).map_err(|error| refused(error.into()))?;
         listener.set_nonblocking(true).map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
         Ok(Self { listener, address })
@@ -243,8 +249,7 @@ fn reached(address: SocketAddr) -> SocketAddr {
 
 /// The connections that the limit of open files leaves room for.
 fn connections_max() -> usize {
-    let files =
-        nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);
+    let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);
     let max = files.saturating_sub(OTHER_FILES).clamp(CONNECTIONS_MIN, CONNECTIONS_MAX);
     usize::try_from(max).expect("a few thousand")
 }
