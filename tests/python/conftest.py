@@ -34,6 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
         pass  # the tests that need the extension say so
 
 
+# Begun first: of what takes a minute or more, the last would keep one process busy while the others have nothing to do.
+LONG = ("engines", "guide", "megatron", "quantize", "quantized", "remote_stores", "restart", "runs", "stress", "training_state")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG)
+
+
 def pytest_report_header() -> str:
     try:
         return f"ckfs: {mounting.find_ckfs()}"
