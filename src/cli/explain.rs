@@ -9,7 +9,7 @@ use anyhow::{Context, anyhow};
 use ckfs_checkpoint::{Checkpoint, printable_lines};
 use ckfs_config::Config;
 use ckfs_image::Segment;
-use ckfs_plan::report::{human_bytes, reads_text};
+use ckfs_plan::report::reads_text;
 use ckfs_source::{ByteSpan, digest::hexadecimal, page_size::page_bytes};
 use ckfs_tensor::{
     ByteRuns, Decode, EncodedLeaf, EncodedMatrices, Field, Load, Op, Operation, Origin, Piece, Reads, Step, TensorId,
@@ -21,7 +21,9 @@ use serde_json::{Value, json};
 
 use super::{
     flags::{SourceFlags, source_help},
-    open, output, tree,
+    open, output,
+    paragraph::{filled, items},
+    tree,
 };
 
 /// Pieces and operands that are listed without `--all`.
@@ -330,35 +332,23 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
     row
 }
 
-// Writing to a string cannot fail: the results of `writeln!` below are ignored.
-
 fn text(file: &Value, shown: usize) -> String {
-    let mut text = String::new();
-    let _ = writeln!(text, "path          {}", word(&file["path"]));
-    let bytes = file["bytes"].as_u64().unwrap_or(0);
-    let _ = writeln!(text, "size          {bytes} bytes ({})", human_bytes(bytes));
+    let mut text = filled("path          {path}\nsize          {bytes} bytes ({bytes:b})\n", file);
     for (name, value) in file["attributes"].as_object().into_iter().flatten() {
         let name = name.strip_prefix("user.ckfs.").unwrap_or(name);
-        let value = word(value);
-        let value: String = if shown != usize::MAX && value.chars().count() > 200 {
-            value.chars().take(200).chain("...".chars()).collect()
-        } else {
-            value
-        };
+        let value = value.as_str().unwrap_or_default();
+        let is_long = shown != usize::MAX && value.chars().count() > 200;
+        let value: String =
+            if is_long { value.chars().take(200).chain("...".chars()).collect() } else { value.to_owned() };
+        // Writing to a string cannot fail, here and below.
         let _ = writeln!(text, "{name:<14}{value}");
     }
-    if let Some(original) = file["identical_to"].as_str() {
-        let _ = writeln!(text, "identical to  {original}");
-    }
-    if let Some(made) = file["made"].as_str() {
-        let _ = writeln!(text, "content       {made}");
-    }
-    if let (Some(needed_bytes), Some(paged_bytes)) =
-        (file["reads"]["needed_bytes"].as_u64(), file["reads"]["paged_bytes"].as_u64())
-    {
+    text += &filled("[identical to  {identical_to}\n][content       {made}\n]", file);
+    let reads = &file["reads"];
+    if let (Some(needed_bytes), Some(paged_bytes)) = (reads["needed_bytes"].as_u64(), reads["paged_bytes"].as_u64()) {
         let _ = writeln!(text, "reads         {}", reads_text(Reads { needed_bytes, paged_bytes }));
     }
-    let segments = file["segments"].as_array().map_or(&[][..], Vec::as_slice);
+    let segments = items(&file["segments"]);
     for segment in segments.iter().take(shown) {
         segment_text(&mut text, segment, shown);
     }
@@ -366,57 +356,33 @@ fn text(file: &Value, shown: usize) -> String {
     text
 }
 
+const PIECE: &str = concat!(
+    "    from byte {start}, {bytes} bytes[: filled with 0x{fill}| <- {part} of {encoded}, {encoder}| <- {tensor}]",
+    "[\n      {file}][ {stored_start}..{stored_end},][ chunk {chunk} ({codec}), decoded bytes][ {file_start}..{file_end}]",
+    "[, runs of {run_bytes} bytes\n      {decoder}]; loops "
+);
+
 fn segment_text(text: &mut String, segment: &Value, shown: usize) {
-    let (start, bytes) = (number(&segment["start"]), number(&segment["bytes"]));
+    let end = segment["start"].as_u64().zip(segment["bytes"].as_u64()).map_or(0, |(start, bytes)| start + bytes);
+    let _ = write!(text, "{}..{end}", filled("\nbytes {start}", segment));
+    *text += &filled(": [{made}, made by ckfs|{dtype} {shape}, served {served}]\n", segment);
     if segment["made"].is_string() {
-        let _ = writeln!(text, "\nbytes {start}..{}: {}, made by ckfs", start + bytes, word(&segment["made"]));
         return;
     }
-    let (dtype, served) = (word(&segment["dtype"]), word(&segment["served"]));
-    let _ = writeln!(text, "\nbytes {start}..{}: {dtype} {}, served {served}", start + bytes, segment["shape"]);
     expression_text(text, &segment["expression"], 1, shown);
-    let pieces = segment["pieces"].as_array().map_or(&[][..], Vec::as_slice);
+    let pieces = items(&segment["pieces"]);
     let _ = writeln!(text, "  {} pieces:", pieces.len());
     for piece in pieces.iter().take(shown) {
-        let (at, len) = (number(&piece["start"]), number(&piece["bytes"]));
-        let loops: Vec<String> = piece["loops"]
-            .as_array()
-            .into_iter()
-            .flatten()
-            .map(|l| format!("{} by {}<-{}", l["extent"], l["target_stride"], l["source_stride"]))
-            .collect();
-        let loops = if loops.is_empty() { "one unit".to_owned() } else { loops.join(", ") };
-        if let Some(fill) = piece["fill"].as_str() {
-            let _ = writeln!(text, "    from byte {at}, {len} bytes: filled with 0x{fill}; loops {loops}");
-            continue;
-        }
-        if let Some(encoded) = piece["encoded"].as_str() {
-            let (part, encoder) = (word(&piece["part"]), word(&piece["encoder"]));
-            let read = human_bytes(number(&piece["read_bytes"]));
-            let _ = writeln!(text, "    from byte {at}, {len} bytes <- {part} of {encoded}, {encoder}; loops {loops}");
-            let bands = format!("{}..{}", piece["bands"][0], piece["bands"][1]);
-            let _ = writeln!(text, "      bands {bands}, for which {read} of weights are read");
-            continue;
-        }
-        let (tensor, file) = (word(&piece["tensor"]), word(&piece["file"]));
-        let span = format!("{}..{}", piece["file_start"], piece["file_end"]);
-        let _ = writeln!(text, "    from byte {at}, {len} bytes <- {tensor}");
-        let place = match (piece["chunk"].as_str(), piece["stored_start"].as_u64()) {
-            (None, _) => span,
-            (Some(chunk), None) => format!("chunk {chunk} ({}), decoded bytes {span}", word(&piece["codec"])),
-            (Some(chunk), Some(start)) => {
-                let (end, codec) = (&piece["stored_end"], word(&piece["codec"]));
-                format!("{start}..{end}, chunk {chunk} ({codec}), decoded bytes {span}")
-            }
-        };
-        let _ = writeln!(text, "      {file} {place}, runs of {} bytes", piece["run_bytes"]);
-        let _ = writeln!(text, "      {}; loops {loops}", word(&piece["decoder"]));
+        let row = |row| filled("{extent} by {target_stride}<-{source_stride}", row);
+        let loops = items(&piece["loops"]).iter().map(row).collect::<Vec<_>>().join(", ");
+        let _ = writeln!(text, "{}{}", filled(PIECE, piece), if loops.is_empty() { "one unit" } else { &loops });
+        let bands = "[      bands {bands.0}..{bands.1}, for which {read_bytes:b} of weights are read\n]";
+        *text += &filled(bands, piece);
     }
     more(text, pieces.len(), shown, "pieces", "    ");
 }
 
 fn expression_text(text: &mut String, expression: &Value, depth: usize, shown: usize) {
-    let indent = "  ".repeat(depth);
     let arguments: Vec<String> = expression
         .as_object()
         .into_iter()
@@ -424,9 +390,9 @@ fn expression_text(text: &mut String, expression: &Value, depth: usize, shown: u
         .filter(|(key, _)| !["op", "of", "shape", "tensor"].contains(&key.as_str()))
         .map(|(key, value)| format!("{key} {}", value.as_str().map_or_else(|| value.to_string(), str::to_owned)))
         .collect();
-    let name = expression["tensor"].as_str().map_or_else(String::new, |name| format!(" {name}"));
     let arguments = if arguments.is_empty() { String::new() } else { format!(" {}", arguments.join(", ")) };
-    let _ = writeln!(text, "{indent}{}{name}{arguments} -> {}", word(&expression["op"]), expression["shape"]);
+    let (indent, head) = ("  ".repeat(depth), filled("{op}[ {tensor}]", expression));
+    let _ = writeln!(text, "{indent}{head}{arguments} -> {}", expression["shape"]);
     match &expression["of"] {
         Value::Array(operands) => {
             for operand in operands.iter().take(shown) {
@@ -443,12 +409,4 @@ fn more(text: &mut String, count: usize, shown: usize, what: &str, indent: &str)
     if count > shown {
         let _ = writeln!(text, "{indent}and {} more {what} (--all)", count - shown);
     }
-}
-
-fn word(value: &Value) -> String {
-    value.as_str().unwrap_or_default().to_owned()
-}
-
-fn number(value: &Value) -> u64 {
-    value.as_u64().expect("numbers of segments and pieces are made above")
 }

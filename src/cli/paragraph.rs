@@ -2,6 +2,8 @@
 
 use std::{fmt::Write as _, io};
 
+use ckfs_plan::report::human_bytes;
+use serde_json::Value;
 use terminal_size::{Width, terminal_size_of};
 
 /// Columns of a key, and of the space after it.
@@ -50,9 +52,68 @@ pub(super) fn counted(count: usize, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
+/// The text that a template makes of what `--json` writes. `{a.b}` is the member `b` of the member `a`, or nothing; `{a:n}` is it as a
+/// number, 0 where there is none; `{a:b}` the same in bytes, which of an object are those of all its members. `[one|other]` is the
+/// first of these texts of which every member is there and not empty, or nothing.
+pub(super) fn filled(template: &str, value: &Value) -> String {
+    let mut parts = template.split('[');
+    let mut text = whole(parts.next().unwrap_or_default(), value, false).unwrap_or_default();
+    for part in parts {
+        let (choices, after) = part.split_once(']').unwrap_or((part, ""));
+        text.extend(choices.split('|').find_map(|choice| whole(choice, value, true)));
+        text.extend(whole(after, value, false));
+    }
+    text
+}
+
+/// A template without choices; `None` where a member is not there and `must_be_there`.
+fn whole(template: &str, value: &Value, must_be_there: bool) -> Option<String> {
+    let mut parts = template.split('{');
+    let mut text = parts.next()?.to_owned();
+    for part in parts {
+        let (member, after) = part.split_once('}')?;
+        let (path, form) = member.split_once(':').unwrap_or((member, ""));
+        let found = value.pointer(&format!("/{}", path.replace('.', "/"))).unwrap_or(&Value::Null);
+        if must_be_there && (found.is_null() || found == "") {
+            return None;
+        }
+        let number = |value: &Value| value.as_u64().unwrap_or(0);
+        text += &match (form, found) {
+            ("b", Value::Object(members)) => human_bytes(members.values().map(number).sum()),
+            ("b", value) => human_bytes(number(value)),
+            ("n", value) => number(value).to_string(),
+            (_, Value::Null) => String::new(),
+            (_, Value::String(text)) => text.clone(),
+            (_, value) => value.to_string(),
+        };
+        text += after;
+    }
+    Some(text)
+}
+
+/// The rows of a member that is a list; none of another.
+pub(super) fn items(list: &Value) -> &[Value] {
+    list.as_array().map_or(&[], Vec::as_slice)
+}
+
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+
+    #[test]
+    fn templates_take_members_by_their_paths() {
+        let value = json!({"a": {"b": "{x}", "list": [1, 2]}, "n": 2048, "sum": {"x": 1024, "y": 1024}, "empty": ""});
+        assert_eq!(
+            filled("{a.b} {a.list.1} {n} {n:b} {sum:b} {none}-{none:n}-{none:b}.", &value),
+            "{x} 2 2048 2.00 KiB 2.00 KiB -0-0 B."
+        );
+        assert_eq!(
+            filled("x[, n {n}][, none {none}][, empty {empty}|, a {a.b}|, n {n}] y{n:n}", &value),
+            "x, n 2048, a {x} y2048"
+        );
+    }
 
     #[test]
     fn long_texts_go_on_below_their_beginning() {

@@ -12,11 +12,14 @@ use ckfs_checkpoint::printable_lines;
 use ckfs_config::{Config, DtypeChoice, LayoutChoice};
 use ckfs_fuse::{MountEntry, ckfs_mounts};
 use ckfs_host::ask_within;
-use ckfs_plan::{Layout, report::human_bytes};
+use ckfs_plan::Layout;
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::{hint, last_mount, output, paragraph::counted};
+use super::{
+    hint, last_mount, output,
+    paragraph::{counted, filled, items},
+};
 
 /// Longest time for the answer of a mount.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
@@ -185,127 +188,84 @@ fn describe(entry: &MountEntry, probe: &Probe) -> Value {
     })
 }
 
-fn word(value: &Value) -> String {
-    value.as_str().unwrap_or_default().to_owned()
-}
-
-fn sum(value: &Value) -> u64 {
-    value.as_object().into_iter().flatten().filter_map(|(_, bytes)| bytes.as_u64()).sum()
-}
+const PROBLEM: &str = "          {kind}: {file}\n            cause  {cause}\n            \
+                       seen   {count:n} times, first {first}, last {last}[, ended {ended}]\n";
 
 /// The problems of a mount, one per group of lines.
 fn problems_text(stats: &Value) -> String {
     let mut text = String::new();
-    for problem in stats["problems"].as_array().into_iter().flatten() {
-        let (kind, file, times) =
-            (word(&problem["kind"]), word(&problem["file"]), problem["count"].as_u64().unwrap_or(0));
-        let (first, last) = (word(&problem["first"]), word(&problem["last"]));
-        let ended = problem["ended"].as_str().map_or_else(String::new, |ended| format!(", ended {ended}"));
-        // Writing to a string cannot fail.
-        let _ = writeln!(text, "          {kind}: {file}");
-        let _ = writeln!(text, "            cause  {}", word(&problem["cause"]));
-        let _ = writeln!(text, "            seen   {times} times, first {first}, last {last}{ended}");
-        if ended.is_empty() {
-            let _ = writeln!(text, "            do     {}", word(&problem["remedy"]));
+    let problems = items(&stats["problems"]);
+    for problem in problems {
+        text += &filled(PROBLEM, problem);
+        if problem["ended"].is_null() {
+            text += &filled("            do     {remedy}\n", problem);
         }
     }
-    let named = stats["problems"].as_array().into_iter().flatten().map(|problem| word(&problem["file"]));
-    let named: Vec<String> = named.collect();
-    for file in stats["poisoned_files"].as_array().into_iter().flatten().map(word) {
-        if !named.contains(&file) {
-            let _ = writeln!(text, "          source changed: {file}");
+    for file in items(&stats["poisoned_files"]) {
+        if problems.iter().all(|problem| problem["file"] != *file) {
+            text += &filled("          source changed: {file}\n", &json!({ "file": file }));
         }
     }
-    match stats["problems_left_out"].as_u64() {
-        None | Some(0) => {}
-        Some(count) => {
-            let _ = writeln!(text, "          {count} more problems, not all shown here");
-        }
+    if let Some(1..) = stats["problems_left_out"].as_u64() {
+        text += &filled("          {problems_left_out} more problems, not all shown here\n", stats);
     }
-    let last = &stats["last_error"];
-    if last.is_object() {
-        let (time, kind, file) = (word(&last["time"]), word(&last["kind"]), word(&last["file"]));
-        let _ = writeln!(text, "  last    error at {time}: {kind}: {file}");
-    }
-    text
+    text + &filled("[  last    error at {last_error.time}: {last_error.kind}: {last_error.file}\n]", stats)
 }
 
 /// The threads of a daemon: how many, and for what those are that come and go.
 fn threads_text(stats: &Value) -> String {
-    let Some(all) = stats["threads"].as_u64() else { return String::new() };
     let uses = stats["threads_by_use"].as_object().into_iter().flatten();
     let uses: Vec<String> = uses.map(|(name, count)| format!("{name} {count}")).collect();
-    let uses = if uses.is_empty() { String::new() } else { format!(", of them {}", uses.join(", ")) };
-    format!("  threads {all}{uses}\n")
+    let threads = json!({ "all": stats["threads"], "uses": uses.join(", ") });
+    filled("[  threads {all}, of them {uses}\n|  threads {all}\n]", &threads)
 }
 
-/// The memory that a mount holds and may hold.
-fn memory_text(memory: &Value) -> String {
-    let bytes = |value: &Value| human_bytes(value.as_u64().unwrap_or(0));
-    let parts = |of: &Value, rows: &[(&str, &str)]| {
-        rows.iter().map(|(what, key)| format!("{what} {}", bytes(&of[*key]))).collect::<Vec<_>>().join(", ")
-    };
-    let (held, budget, process) = (&memory["held"], &memory["budget"], &memory["process"]);
-    if !held.is_object() {
-        return String::new();
-    }
-    let buffers = [
-        ("spare buffers", "spare_buffers_bytes"),
-        ("decoded chunks", "decoded_chunks_bytes"),
-        ("thread buffers", "thread_buffers_bytes"),
-        ("mapped pages", "mapped_bytes"),
-    ];
-    let buffers = |of: &Value| parts(of, &buffers);
-    let mut text = String::new();
-    if budget.is_object() {
-        let (limit, origin) = (bytes(&memory["limit_bytes"]), word(&memory["limit_origin"]));
-        let (total, cache) = (bytes(&budget["total_bytes"]), bytes(&budget["cache_bytes"]));
-        // Writing to a string cannot fail.
-        let _ =
-            writeln!(text, "  memory  limit {limit} ({origin}); budget {total}: cache {cache}, {}", buffers(budget));
-    }
-    let files =
-        [("tiles", "tiles_bytes"), ("materialized", "materialized_bytes"), ("dropped but mapped", "dropped_bytes")];
-    let _ = writeln!(text, "  held    {}, {}", parts(held, &files), buffers(held));
-    let shared = memory["shared_bytes"].as_u64();
-    let shared = shared.map_or_else(String::new, |bytes| format!("; files in memory {}", human_bytes(bytes)));
-    let kinds = [
-        ("anonymous", "rss_anon_bytes"),
-        ("mapped files", "rss_file_bytes"),
-        ("mapped shared memory", "rss_shmem_bytes"),
-    ];
-    let _ = writeln!(text, "  process {}{shared}", parts(process, &kinds));
-    text
-}
+/// What a mount served.
+const SERVED: &str = concat!(
+    "  served  {bytes_served:b}, from {bytes_fetched:b} of the source\n",
+    "  reads   {ops.read.count:n}, {failed_reads:n} failed; {failed_opens:n} opens failed; {tile_misses:n} tiles made, ",
+    "{tile_hits:n} found; {panics:n} panics; {poisoned_sources:n} sources changed\n"
+);
+
+/// The memory that it may hold, and that it holds.
+const BUDGET: &str = concat!(
+    "  memory  limit {limit_bytes:b} ({limit_origin}); budget {budget.total_bytes:b}: cache {budget.cache_bytes:b}, ",
+    "spare buffers {budget.spare_buffers_bytes:b}, decoded chunks {budget.decoded_chunks_bytes:b}, ",
+    "thread buffers {budget.thread_buffers_bytes:b}, mapped pages {budget.mapped_bytes:b}\n"
+);
+const HELD: &str = concat!(
+    "  held    tiles {held.tiles_bytes:b}, materialized {held.materialized_bytes:b}, ",
+    "dropped but mapped {held.dropped_bytes:b}, spare buffers {held.spare_buffers_bytes:b}, ",
+    "decoded chunks {held.decoded_chunks_bytes:b}, thread buffers {held.thread_buffers_bytes:b}, ",
+    "mapped pages {held.mapped_bytes:b}\n",
+    "  process anonymous {process.rss_anon_bytes:b}, mapped files {process.rss_file_bytes:b}, ",
+    "mapped shared memory {process.rss_shmem_bytes:b}[; files in memory {shared_bytes:b}]\n"
+);
+
+/// What a remote source did.
+const REMOTE: &str = concat!(
+    "; {remote_fetched_bytes:b} fetched; {remote_retries:n} retries, {remote_failures:n} failures, ",
+    "{remote_pauses:n} pauses asked for ({remote_pause_ms:n} ms)\n",
+    "  cached  {remote_hit_bytes:b} of earlier runs and other processes, {remote_prefetch_hit_bytes:b} fetched ahead; ",
+    "{remote_miss_bytes:b} waited for, {remote_uncached_bytes:b} past the cache\n"
+);
 
 /// The views of a mount, or the steps that it shows.
 fn shown(mount: &Value) -> String {
-    let stats = &mount["stats"];
-    let views = mount["views"].as_array().into_iter().flatten().map(|view| {
-        let (name, mesh, layout) = (word(&view["name"]), word(&view["mesh"]), word(&view["layout"]));
-        let name = if name.is_empty() { name } else { format!("{name}: ") };
-        let mesh = if mesh.is_empty() { "no mesh".to_owned() } else { mesh };
-        format!("{name}{mesh} {layout}")
-    });
-    let mut all: Vec<String> = views.collect();
-    if let Some(count) = stats["steps"]["shown"].as_u64() {
-        all.insert(0, format!("{count} steps"));
-    }
-    all.join(", ")
+    let steps = mount["stats"]["steps"]["shown"].as_u64().map(|count| format!("{count} steps"));
+    let views = items(&mount["views"]).iter().map(|view| filled("[{name}: ][{mesh}|no mesh] {layout}", view));
+    steps.into_iter().chain(views).collect::<Vec<_>>().join(", ")
 }
 
 /// One line for each mount, in columns.
 fn lines(mounts: &[Value]) -> String {
-    let rows: Vec<[String; 6]> = mounts
-        .iter()
-        .map(|mount| {
-            let stats = &mount["stats"];
-            let served = if stats.is_object() { human_bytes(sum(&stats["bytes_served"])) } else { String::new() };
-            let source = mount["source"].as_str().map_or_else(|| word(&mount["name"]), str::to_owned);
-            let version = word(&mount["version"]);
-            [word(&mount["mountpoint"]), word(&mount["health"]), shown(mount), served, version, source]
-        })
-        .collect();
+    let row = |mount: &Value| {
+        let served = if mount["stats"].is_object() { "{stats.bytes_served:b}" } else { "" };
+        let [mountpoint, health, served, version, source] =
+            ["{mountpoint}", "{health}", served, "{version}", "[{source}|{name}]"].map(|cell| filled(cell, mount));
+        [mountpoint, health, shown(mount), served, version, source]
+    };
+    let rows: Vec<[String; 6]> = mounts.iter().map(row).collect();
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let [first, second, third, fourth, fifth] = [0, 1, 2, 3, 4].map(width);
     let mut text = String::new();
@@ -313,113 +273,63 @@ fn lines(mounts: &[Value]) -> String {
         let served = format!("{served:>fourth$} served");
         let line =
             format!("{mountpoint:first$}  {health:second$}  {shown:third$}  {served}  {version:fifth$}  {source}");
-        // Writing to a string cannot fail.
+        // What is wrong, and what to do. Writing to a string cannot fail.
         let _ = writeln!(text, "{line}");
-        // What is wrong, and what to do.
-        if let Some(remedy) = mount["remedy"].as_str() {
-            let _ = writeln!(text, "          {remedy}");
-        }
-        text.push_str(&other_version(mount));
-        text.push_str(&problems_text(&mount["stats"]));
+        text += &wrong_text(mount);
     }
     text
 }
 
-/// What to do where a daemon is of another version than this program, as after an upgrade.
-fn other_version(mount: &Value) -> String {
-    match (mount["version"].as_str(), mount["mountpoint"].as_str()) {
-        (Some(version), Some(mountpoint)) if version != env!("CARGO_PKG_VERSION") => format!(
-            "          its daemon has version {version}, this program {}: `ckfs restart {mountpoint}`\n",
-            env!("CARGO_PKG_VERSION")
-        ),
-        _ => String::new(),
+/// What is wrong with a mount, and what to do: also where its daemon is of another version than this program, as after an upgrade.
+fn wrong_text(mount: &Value) -> String {
+    let mut text = filled("[          {remedy}\n]", mount);
+    let own = env!("CARGO_PKG_VERSION");
+    if let (Some(version), Some(place)) = (mount["version"].as_str(), mount["mountpoint"].as_str())
+        && version != own
+    {
+        // Writing to a string cannot fail.
+        let _ =
+            writeln!(text, "          its daemon has version {version}, this program {own}: `ckfs restart {place}`");
     }
+    text + &problems_text(&mount["stats"])
 }
 
+/// All about one mount.
 fn text(mount: &Value) -> String {
-    let mut text = String::new();
-    // Writing to a string cannot fail.
-    let _ = writeln!(text, "{}", word(&mount["mountpoint"]));
-    let source = mount["source"].as_str().map_or_else(|| word(&mount["name"]), str::to_owned);
-    let _ = writeln!(text, "  source  {source}");
-    let process = mount["pid"].as_u64().map_or_else(String::new, |pid| format!(", process {pid}"));
-    let version = mount["version"].as_str().map_or_else(String::new, |version| format!(", version {version}"));
-    let _ = writeln!(text, "  health  {}{process}{version}", word(&mount["health"]));
-    text.push_str(&other_version(mount));
-    if let Some(remedy) = mount["remedy"].as_str() {
-        let _ = writeln!(text, "          {remedy}");
-    }
-    text.push_str(&problems_text(&mount["stats"]));
-    for view in mount["views"].as_array().into_iter().flatten() {
-        let (name, mesh) = (word(&view["name"]), word(&view["mesh"]));
-        let name = if name.is_empty() { String::new() } else { format!("{name}: ") };
-        let mesh = if mesh.is_empty() { "no mesh".to_owned() } else { format!("mesh {mesh}") };
-        let dtype = view["dtype"].as_str().map_or_else(String::new, |dtype| format!(", dtype {dtype}"));
-        let _ = writeln!(text, "  view    {name}{mesh}, layout {}{dtype}", word(&view["layout"]));
+    let head = "{mountpoint}\n  source  [{source}|{name}]\n  health  {health}[, process {pid}][, version {version}]\n";
+    let mut text = filled(head, mount) + &wrong_text(mount);
+    for view in items(&mount["views"]) {
+        text += &filled("  view    [{name}: ][mesh {mesh}|no mesh], layout {layout}[, dtype {dtype}]\n", view);
     }
     let stats = &mount["stats"];
-    text.push_str(&steps_text(stats));
+    text += &steps_text(stats);
     if stats.is_object() {
-        let (served, fetched) = (sum(&stats["bytes_served"]), sum(&stats["bytes_fetched"]));
-        let _ = writeln!(text, "  served  {}, from {} of the source", human_bytes(served), human_bytes(fetched));
-        let count = |name: &str| stats[name].as_u64().unwrap_or(0);
-        let reads = stats["ops"]["read"]["count"].as_u64().unwrap_or(0);
-        let _ = writeln!(
-            text,
-            "  reads   {reads}, {} failed; {} opens failed; {} tiles made, {} found; {} panics; {} sources changed",
-            count("failed_reads"),
-            count("failed_opens"),
-            count("tile_misses"),
-            count("tile_hits"),
-            count("panics"),
-            count("poisoned_sources"),
-        );
-        text.push_str(&remote_text(stats));
-        text.push_str(&threads_text(stats));
-        text.push_str(&memory_text(&stats["memory"]));
+        let memory = &stats["memory"];
+        text += &(filled(SERVED, stats) + &remote_text(stats) + &threads_text(stats));
+        for (part, template) in [("budget", BUDGET), ("held", HELD)] {
+            if memory[part].is_object() {
+                text += &filled(template, memory);
+            }
+        }
     }
     text
 }
 
 /// The steps of a run, and what its command for new steps did; nothing of one checkpoint.
 fn steps_text(stats: &Value) -> String {
-    let steps = &stats["steps"];
-    if !steps.is_object() {
-        return String::new();
+    let mut text = String::new();
+    if stats["steps"].is_object() {
+        let steps = "  steps   {shown:n} shown[, newest {latest}]; {unfinished:n} not finished, {failed:n} not planned; \
+                     {in_use:n} in use, {deleted:n} deleted, {rewritten:n} written anew\n";
+        text += &filled(steps, &stats["steps"]);
     }
-    let count = |name: &str| steps[name].as_u64().unwrap_or(0);
-    let newest = steps["latest"].as_u64().map_or_else(String::new, |step| format!(", newest {step}"));
-    let mut text = format!(
-        "  steps   {} shown{newest}; {} not finished, {} not planned; {} in use, {} deleted, {} written anew\n",
-        count("shown"),
-        count("unfinished"),
-        count("failed"),
-        count("in_use"),
-        count("deleted"),
-        count("rewritten"),
-    );
     let hook = &stats["on_step"];
     if hook.is_object() {
-        let count = |name: &str| hook[name].as_u64().unwrap_or(0);
-        let running =
-            hook["running"]["step"].as_u64().map_or_else(String::new, |step| format!(", running for step {step}"));
-        // Writing to a string cannot fail.
-        let _ = writeln!(
-            text,
-            "  on step {} succeeded, {} failed, {} waiting{running}: {}",
-            count("succeeded"),
-            count("failed"),
-            count("waiting"),
-            hook["command"].as_str().unwrap_or_default(),
-        );
-        let results = hook["results"].as_array().into_iter().flatten();
-        let failed = results.filter(|result| result["exit_code"].as_i64() != Some(0));
-        for result in failed {
-            let end = match (result["exit_code"].as_i64(), result["error"].as_str()) {
-                (Some(code), _) => format!("exit code {code}"),
-                (None, error) => error.unwrap_or("no exit code").to_owned(),
-            };
-            let _ = writeln!(text, "          step {}: {end}", result["step"].as_u64().unwrap_or(0));
+        let runs = "  on step {succeeded:n} succeeded, {failed:n} failed, {waiting:n} waiting\
+                    [, running for step {running.step}]: {command}\n";
+        text += &filled(runs, hook);
+        for failed in items(&hook["results"]).iter().filter(|result| result["exit_code"].as_i64() != Some(0)) {
+            text += &filled("          step {step:n}: [exit code {exit_code}|{error}|no exit code]\n", failed);
         }
     }
     text
@@ -430,26 +340,10 @@ fn remote_text(stats: &Value) -> String {
     if !stats["remote_requests"].is_u64() {
         return String::new();
     }
-    let count = |name: &str| stats[name].as_u64().unwrap_or(0);
-    let bytes = |name: &str| human_bytes(count(name));
-    let latency = match (latency(stats, 0.5), latency(stats, 0.99)) {
-        (Some(half), Some(most)) => format!(", half of them {half}, 99 % {most}"),
-        (_, _) => String::new(),
-    };
-    format!(
-        "  remote  {} requests{latency}; {} fetched; {} retries, {} failures, {} pauses asked for ({} ms)\n  \
-         cached  {} of earlier runs and other processes, {} fetched ahead; {} waited for, {} past the cache\n",
-        count("remote_requests"),
-        bytes("remote_fetched_bytes"),
-        count("remote_retries"),
-        count("remote_failures"),
-        count("remote_pauses"),
-        count("remote_pause_ms"),
-        bytes("remote_hit_bytes"),
-        bytes("remote_prefetch_hit_bytes"),
-        bytes("remote_miss_bytes"),
-        bytes("remote_uncached_bytes"),
-    )
+    let latencies = json!({ "half": latency(stats, 0.5), "most": latency(stats, 0.99) });
+    filled("  remote  {remote_requests} requests", stats)
+        + &filled("[, half of them {half}, 99 % {most}]", &latencies)
+        + &filled(REMOTE, stats)
 }
 
 /// The bound of the histogram within which this part of the requests was answered.
