@@ -8,7 +8,6 @@ use std::{
     fs,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    sync::atomic::{AtomicU64, Ordering},
 };
 
 use anyhow::{Context, anyhow};
@@ -22,10 +21,9 @@ use ckfs_tensor::TensorId;
 use ckfs_volume::{NodeKind, Volume};
 use clap::Args;
 use indicatif::ProgressBar;
-use parking_lot::Mutex;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::{
     export::bar,
@@ -84,46 +82,44 @@ struct Difference {
 }
 
 /// The results of a verification.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize)]
 pub(super) struct Verification {
-    files: AtomicU64,
-    /// Bytes of these files, and of them the compared ones.
-    file_bytes: AtomicU64,
-    bytes: AtomicU64,
-    different: AtomicU64,
-    first: Mutex<Vec<Difference>>,
+    files: u64,
+    /// Bytes that were compared, of those of the files.
+    bytes: u64,
+    file_bytes: u64,
+    differences: u64,
+    first_differences: Vec<Difference>,
 }
 
 impl Verification {
-    fn differ(&self, path: &str, what: String) {
-        self.different.fetch_add(1, Ordering::Relaxed);
-        let mut first = self.first.lock();
-        first.push(Difference { path: path.to_owned(), what });
-        first.sort_by(|a, b| a.path.cmp(&b.path));
-        first.truncate(DIFFERENCES_SHOWN);
+    fn differ(&mut self, path: &str, what: String) {
+        self.differences += 1;
+        if self.first_differences.len() < DIFFERENCES_SHOWN {
+            self.first_differences.push(Difference { path: path.to_owned(), what });
+        }
     }
 
-    /// The counts and the first differences.
-    fn json(&self) -> Value {
-        let first = self.first.lock();
-        json!({
-            "files": self.files.load(Ordering::Relaxed),
-            "bytes": self.bytes.load(Ordering::Relaxed),
-            "file_bytes": self.file_bytes.load(Ordering::Relaxed),
-            "differences": self.different.load(Ordering::Relaxed),
-            "first_differences": *first,
-        })
+    /// The results of both together.
+    fn and(mut self, other: Self) -> Self {
+        self.files += other.files;
+        self.bytes += other.bytes;
+        self.file_bytes += other.file_bytes;
+        self.differences += other.differences;
+        self.first_differences.extend(other.first_differences);
+        self.first_differences.sort_by(|a, b| a.path.cmp(&b.path));
+        self.first_differences.truncate(DIFFERENCES_SHOWN);
+        self
     }
 
     /// One line for a reader: how much of how much was compared.
     pub(super) fn summary(&self) -> String {
-        let [files, of, bytes] =
-            [&self.files, &self.file_bytes, &self.bytes].map(|count| count.load(Ordering::Relaxed));
+        let (of, bytes) = (self.file_bytes, self.bytes);
         let compared = match bytes {
             _ if bytes >= of => format!("all {}", human_bytes(of)),
             _ => format!("{} of {} ({})", human_bytes(bytes), human_bytes(of), percent(bytes, of)),
         };
-        format!("{files} files, {compared} compared")
+        format!("{} files, {compared} compared", self.files)
     }
 
     /// An error that lists the first differences, if there are any.
@@ -131,14 +127,14 @@ impl Verification {
     /// # Errors
     /// That error.
     pub(super) fn verdict(&self) -> anyhow::Result<()> {
-        let different = self.different.load(Ordering::Relaxed);
+        let different = self.differences;
         if different == 0 {
             return Ok(());
         }
-        let first = self.first.lock();
-        let lines: Vec<String> = first.iter().map(|found| format!("\n  {}: {}", found.path, found.what)).collect();
+        let line = |found: &Difference| format!("\n  {}: {}", found.path, found.what);
+        let lines: String = self.first_differences.iter().map(line).collect();
         let plural = if different == 1 { "" } else { "s" };
-        Err(anyhow!("{different} difference{plural} in {}:{}", self.summary(), lines.concat()))
+        Err(anyhow!("{different} difference{plural} in {}:{lines}", self.summary()))
     }
 }
 
@@ -149,75 +145,67 @@ impl Verify {
         }
         let amount = if self.full { u64::MAX } else { self.sample.0 };
         let target = self.target.as_deref();
-        if let Some((mount, mut config)) = open::mount_config(target, &self.flags)? {
-            if config.mount.steps.is_some() {
-                return self.verify_mounted_steps(mount, amount, log);
-            }
-            return self.tell(&verify(&mut config, Some(mount), &self.only, amount, log)?);
-        }
-        let mut config = open::source_config(target, &self.flags)?;
+        let (mount, mut config) = match open::mount_config(target, &self.flags)? {
+            Some((mount, config)) => (Some(mount), config),
+            None => (None, open::source_config(target, &self.flags)?),
+        };
         let Some(wanted) = config.mount.steps else {
-            return self.tell(&verify(&mut config, None, &self.only, amount, log)?);
+            let found = verify(&mut config, mount, &self.only, amount, log)?;
+            return self.tell(&found, || found.verdict(), || format!("{}, no difference\n", found.summary()));
+        };
+        let steps: Vec<(u64, Option<PathBuf>, Config)> = match mount {
+            Some(mount) => mounted_steps(mount)?,
+            None => steps::selected(&config, wanted)?.into_iter().map(|(step, of)| (step.number, None, of)).collect(),
         };
         let mut all = Vec::new();
-        for (step, mut config) in steps::selected(&config, wanted)? {
-            let found = verify(&mut config, None, &self.only, amount, log);
-            all.push((step.number, found.with_context(|| format!("step {}", step.number))?));
+        for (step, mount, mut config) in steps {
+            let found = verify(&mut config, mount.as_deref(), &self.only, amount, log);
+            all.push((step, found.with_context(|| format!("step {step}"))?));
         }
-        self.tell_steps(&all)
-    }
-
-    /// Compares the steps that the mount of a run shows.
-    fn verify_mounted_steps(&self, mount: &Path, amount: u64, log: &LogFlags) -> anyhow::Result<()> {
-        let mut numbers: Vec<u64> = Vec::new();
-        for entry in fs::read_dir(mount).with_context(|| mount.display().to_string())? {
-            let name = entry.with_context(|| mount.display().to_string())?.file_name();
-            numbers.extend(name.to_str().and_then(|name| name.parse::<u64>().ok()));
-        }
-        numbers.sort_unstable();
-        let mut all = Vec::new();
-        for number in numbers {
-            let step = mount.join(number.to_string());
-            let of_step = || format!("step {number}");
-            let mut config = open::shown_config(&step).with_context(of_step)?;
-            all.push((number, verify(&mut config, Some(&step), &self.only, amount, log).with_context(of_step)?));
-        }
-        self.tell_steps(&all)
-    }
-
-    /// Prints what was found in each step.
-    ///
-    /// # Errors
-    /// There are differences in one of them.
-    fn tell_steps(&self, all: &[(u64, Verification)]) -> anyhow::Result<()> {
-        let verdicts =
-            || all.iter().try_for_each(|(step, found)| found.verdict().with_context(|| format!("step {step}")));
-        if self.json {
-            let row = |(step, found): &(u64, Verification)| {
-                let mut row = found.json();
-                row["step"] = (*step).into();
-                row
-            };
-            output::print_json(&json!({ "steps": all.iter().map(row).collect::<Vec<_>>() }))?;
-            return verdicts();
-        }
-        verdicts()?;
+        let row = |(step, found): &(u64, Verification)| {
+            let mut row = json!(found);
+            row["step"] = (*step).into();
+            row
+        };
+        let verdict = |(step, found): &(u64, Verification)| found.verdict().with_context(|| format!("step {step}"));
         let line = |(step, found): &(u64, Verification)| format!("step {step}: {}, no difference\n", found.summary());
-        output::print(&all.iter().map(line).collect::<String>())
+        let rows = json!({ "steps": all.iter().map(row).collect::<Vec<_>>() });
+        self.tell(&rows, || all.iter().try_for_each(verdict), || all.iter().map(line).collect())
     }
 
     /// Prints what was found.
     ///
     /// # Errors
     /// There are differences.
-    fn tell(&self, findings: &Verification) -> anyhow::Result<()> {
+    fn tell(
+        &self,
+        found: &impl Serialize,
+        verdict: impl FnOnce() -> anyhow::Result<()>,
+        text: impl FnOnce() -> String,
+    ) -> anyhow::Result<()> {
         if self.json {
-            output::print_json(&findings.json())?;
-            return findings.verdict();
+            output::print_json(found)?;
+            return verdict();
         }
-        findings.verdict()?;
-        output::print(&format!("{}, no difference\n", findings.summary()))
+        verdict()?;
+        output::print(&text())
     }
+}
+
+/// The steps that the mount of a run shows.
+fn mounted_steps(mount: &Path) -> anyhow::Result<Vec<(u64, Option<PathBuf>, Config)>> {
+    let mut numbers: Vec<u64> = Vec::new();
+    for entry in fs::read_dir(mount).with_context(|| mount.display().to_string())? {
+        let name = entry.with_context(|| mount.display().to_string())?.file_name();
+        numbers.extend(name.to_str().and_then(|name| name.parse::<u64>().ok()));
+    }
+    numbers.sort_unstable();
+    let step = |number: u64| {
+        let step = mount.join(number.to_string());
+        let config = open::shown_config(&step).with_context(|| format!("step {number}"))?;
+        Ok((number, Some(step), config))
+    };
+    numbers.into_iter().map(step).collect()
 }
 
 /// Compares the files of a mount with the files that its own configuration describes.
@@ -238,12 +226,13 @@ fn verify(
     let volume = open::volume(config)?;
     let nodes = tree::select(&volume, only, "verify", &|node| node.attr.kind == NodeKind::File)?;
     let bar = bar(nodes.iter().map(|node| node.attr.size_bytes.min(amount)).fold(0, u64::saturating_add), log);
-    let (findings, scales) = (Verification::default(), KnownScales::default());
-    nodes.par_iter().try_for_each(|node| {
-        let result = verify_file(&volume, mount, node, amount, (&findings, &scales), &bar);
+    let scales = KnownScales::default();
+    let of_file = |node: &tree::PathNode| {
+        let result = verify_file(&volume, mount, node, amount, &scales, &bar);
         bar.inc(node.attr.size_bytes.min(amount));
         result.with_context(|| node.path.clone())
-    })?;
+    };
+    let findings = nodes.par_iter().map(of_file).try_reduce(Verification::default, |one, other| Ok(one.and(other)))?;
     ckfs_service::check_sources(&volume)?;
     bar.finish_and_clear();
     Ok(findings)
@@ -254,9 +243,9 @@ fn verify_file(
     mount: Option<&Path>,
     node: &tree::PathNode,
     amount: u64,
-    (findings, scales): (&Verification, &KnownScales),
+    scales: &KnownScales,
     bar: &ProgressBar,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Verification> {
     let checkpoint = volume.engine().checkpoint();
     let size = node.attr.size_bytes;
     let expected = if let Some(original) = volume.original(node.attr.ino) {
@@ -265,21 +254,20 @@ fn verify_file(
         Expected::Image(image)
     } else {
         // The evaluator has no expected bytes for text that ckfs makes about itself.
-        return Ok(());
+        return Ok(Verification::default());
     };
     bar.set_message(node.path.clone());
-    findings.files.fetch_add(1, Ordering::Relaxed);
-    findings.file_bytes.fetch_add(size, Ordering::Relaxed);
+    let mut findings = Verification { files: 1, file_bytes: size, ..Verification::default() };
     let served = match tree::ServedFile::open(volume, mount, node) {
         Ok(served) => served,
         Err(error) => {
             findings.differ(&node.path, format!("cannot be opened: {}", output::chain(&error)));
-            return Ok(());
+            return Ok(findings);
         }
     };
     if let Some(found) = served.found_bytes()?.filter(|found| *found != size) {
         findings.differ(&node.path, format!("expected {size} bytes, found {found}"));
-        return Ok(());
+        return Ok(findings);
     }
     let mut evaluator = Evaluator::with_scales(|tensor, span| Ok(read_tensor(checkpoint, tensor, span)?), scales);
     let mut bytes = Vec::new();
@@ -293,7 +281,7 @@ fn verify_file(
             continue;
         }
         let wanted = expected.bytes(start, end, &mut evaluator)?;
-        findings.bytes.fetch_add(end - start, Ordering::Relaxed);
+        findings.bytes += end - start;
         if let Some(at) = bytes.iter().zip(&wanted).position(|(found, wanted)| found != wanted) {
             let count = bytes.iter().zip(&wanted).filter(|(found, wanted)| found != wanted).count();
             let what = format!(
@@ -305,7 +293,7 @@ fn verify_file(
             findings.differ(&node.path, what);
         }
     }
-    Ok(())
+    Ok(findings)
 }
 
 /// The expected content of a file.
