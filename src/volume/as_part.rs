@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 
 use super::{
     file_system::{FsError, Ino, NodeKind, Nodes},
+    stats::MetricKind,
     tree::{FixedKind, FixedNode, TreeNode},
     volume::Volume,
 };
@@ -69,6 +70,13 @@ impl Volume {
     pub fn statistics(&self) -> Map<String, Value> {
         let reported = self.reported();
         reported.members(&reported.health())
+    }
+
+    /// Those that only grow: they are added up over several volumes.
+    pub fn counters(&self) -> Map<String, Value> {
+        let reported = self.reported();
+        let rows = reported.rows().into_iter().filter(|row| row.kind == MetricKind::Counter);
+        reported.by_path().into_iter().chain(rows.map(|row| (row.key.to_owned(), row.value.into()))).collect()
     }
 
     /// Whether a source of it was found changed.

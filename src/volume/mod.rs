@@ -34,6 +34,6 @@ pub use materialize::{BundleSizes, Policy};
 pub use metric_text::{MetricText, label};
 pub use metrics::{Metrics, RequestKind};
 pub use permissions::{PermittedReaders, directory_permission, readers, readers_of};
-pub use stats::{held_rows, memory_json};
+pub use stats::{held_rows, memory_json, ops};
 pub use upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized};
 pub use volume::{ViewPlan, Volume, VolumeOptions};

@@ -125,6 +125,21 @@ fn get(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
 }
 
+/// Counts and times of requests, by their kind.
+pub fn ops(metrics: &Metrics) -> Map<String, Value> {
+    let row = |op: &RequestKind| {
+        let row = metrics.op(*op);
+        let value = json!({
+            "count": get(&row.count),
+            "errors": get(&row.errors),
+            "total_ns": get(&row.total_ns),
+            "latency": row.buckets.iter().map(get).collect::<Vec<u64>>(),
+        });
+        (op.name().to_owned(), value)
+    };
+    RequestKind::ALL.iter().map(row).collect()
+}
+
 impl Reported<'_> {
     pub(super) fn counters(&self) -> &Counters {
         self.engine.counters()
@@ -212,18 +227,16 @@ impl Reported<'_> {
         rows
     }
 
-    fn ops(&self) -> Map<String, Value> {
-        let row = |op: &RequestKind| {
-            let row = self.metrics.op(*op);
-            let value = json!({
-                "count": get(&row.count),
-                "errors": get(&row.errors),
-                "total_ns": get(&row.total_ns),
-                "latency": row.buckets.iter().map(get).collect::<Vec<u64>>(),
-            });
-            (op.name().to_owned(), value)
+    /// Bytes by the paths that they took.
+    pub(super) fn by_path(&self) -> Map<String, Value> {
+        let counters = self.counters();
+        let members = |bytes: &dyn Fn(Path) -> u64| -> Map<String, Value> {
+            PATHS.iter().map(|(path, name)| ((*name).to_owned(), Value::from(bytes(*path)))).collect()
         };
-        RequestKind::ALL.iter().map(row).collect()
+        Map::from_iter([
+            ("bytes_served".to_owned(), members(&|path| counters.served_bytes(path)).into()),
+            ("bytes_fetched".to_owned(), members(&|path| counters.fetched_bytes(path)).into()),
+        ])
     }
 
     /// The statistics as JSON, padded to `len` bytes.
@@ -244,23 +257,18 @@ impl Reported<'_> {
 
     /// The statistics by name.
     pub(super) fn members(&self, health: &HealthReport) -> Map<String, Value> {
-        let by_path = |bytes: &dyn Fn(Path) -> u64| -> Map<String, Value> {
-            PATHS.iter().map(|(path, name)| ((*name).to_owned(), Value::from(bytes(*path)))).collect()
-        };
         let mut all = Map::new();
         all.insert("version".to_owned(), env!("CARGO_PKG_VERSION").into());
         all.insert("pid".to_owned(), std::process::id().into());
         if let Value::Object(members) = health.to_json(self.remount) {
             all.extend(members);
         }
-        let counters = self.counters();
+        all.extend(self.by_path());
         let members = json!({
-            "bytes_served": by_path(&|path| counters.served_bytes(path)),
-            "bytes_fetched": by_path(&|path| counters.fetched_bytes(path)),
             "memory": memory_json(&held(self.engine), self.shared_bytes, self.budget),
             "threads_by_use": threads_by_use(),
             "latency_bounds_us": LATENCY_BOUNDS_US,
-            "ops": self.ops(),
+            "ops": ops(self.metrics),
         });
         if let Value::Object(members) = members {
             all.extend(members);

@@ -7,6 +7,7 @@
 
 use std::{
     cell::Cell,
+    collections::HashMap,
     fs,
     num::NonZeroU32,
     sync::{
@@ -17,7 +18,7 @@ use std::{
 };
 
 use ckfs_volume::Ino;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 /// A thread that waits for an answer, by the number that it has in this process's namespace; none if it has no number there.
 pub type Client = Option<NonZeroU32>;
@@ -60,22 +61,21 @@ fn own_shard() -> usize {
     })
 }
 
+/// A request that was not answered yet.
 #[derive(Debug)]
-struct Request<R> {
-    number: u64,
-    ino: Ino,
-    since: Instant,
-    client: Client,
+pub(super) struct Request<R> {
+    pub(super) ino: Ino,
+    pub(super) since: Instant,
+    pub(super) client: Client,
     /// Whether a thread handles it that stands in for those that take requests.
-    elsewhere: bool,
-    reply: R,
+    pub(super) elsewhere: bool,
+    pub(super) reply: R,
 }
 
 #[derive(Debug)]
 #[repr(align(64))]
 struct Shard<R> {
-    places: Vec<Option<Request<R>>>,
-    free: Vec<usize>,
+    waiting: HashMap<u64, Request<R>>,
     next_number: u64,
 }
 
@@ -90,23 +90,13 @@ pub struct Requests<R> {
 pub(super) struct Ticket<R> {
     requests: Arc<Requests<R>>,
     shard: usize,
-    place: usize,
     number: u64,
     taken: bool,
 }
 
-/// A request that was taken out because it waited for too long, or because its client ends.
-#[derive(Debug)]
-pub(super) struct Expired<R> {
-    pub(super) ino: Ino,
-    pub(super) since: Instant,
-    pub(super) elsewhere: bool,
-    pub(super) reply: R,
-}
-
 impl<R> Default for Requests<R> {
     fn default() -> Self {
-        let shard = || Mutex::new(Shard { places: Vec::new(), free: Vec::new(), next_number: 0 });
+        let shard = || Mutex::new(Shard { waiting: HashMap::new(), next_number: 0 });
         Self { shards: (0..SHARDS).map(|_| shard()).collect() }
     }
 }
@@ -115,109 +105,65 @@ impl<R> Requests<R> {
     /// Keeps the reply of a request of `client` for `ino` that arrived at `since`.
     pub(super) fn add(self: &Arc<Self>, ino: Ino, since: Instant, client: Client, reply: R) -> Ticket<R> {
         let shard_index = own_shard();
-        let mut shard = self.shard(shard_index);
+        let mut shard = self.shards[shard_index].lock();
         shard.next_number += 1;
         let number = shard.next_number;
-        let request = Some(Request { number, ino, since, client, elsewhere: false, reply });
-        let place = shard.free.pop();
-        let place = place.unwrap_or_else(|| {
-            shard.places.push(None);
-            shard.places.len() - 1
-        });
-        shard.places[place] = request;
+        shard.waiting.insert(number, Request { ino, since, client, elsewhere: false, reply });
         drop(shard);
-        Ticket { requests: Arc::clone(self), shard: shard_index, place, number, taken: false }
-    }
-
-    /// Files with requests that have waited for `limit`, each once.
-    pub(super) fn late(&self, limit: Duration) -> Vec<Ino> {
-        self.of_late(limit, |request| Some(request.ino))
-    }
-
-    /// Clients that have waited for `limit`, each once.
-    pub(super) fn late_clients(&self, limit: Duration) -> Vec<NonZeroU32> {
-        self.of_late(limit, |request| request.client)
+        Ticket { requests: Arc::clone(self), shard: shard_index, number, taken: false }
     }
 
     /// What requests that have waited for `limit` have, each once.
-    fn of_late<T: Ord>(&self, limit: Duration, of: impl Fn(&Request<R>) -> Option<T>) -> Vec<T> {
+    pub(super) fn of_late<T: Ord>(&self, limit: Duration, of: impl Fn(&Request<R>) -> Option<T>) -> Vec<T> {
         let mut found = Vec::new();
-        for index in 0..SHARDS {
-            let shard = self.shard(index);
-            let late = shard.places.iter().flatten().filter(|request| request.since.elapsed() >= limit);
-            found.extend(late.filter_map(&of));
+        for shard in &self.shards {
+            let shard = shard.lock();
+            found.extend(shard.waiting.values().filter(|request| request.since.elapsed() >= limit).filter_map(&of));
         }
         found.sort_unstable();
         found.dedup();
         found
     }
 
-    /// Takes out the requests for `ino` that have waited for `limit`.
-    pub(super) fn expire(&self, ino: Ino, limit: Duration) -> Vec<Expired<R>> {
-        self.take_out(|request| request.ino == ino && request.since.elapsed() >= limit)
-    }
-
-    /// Takes out the requests of clients.
-    pub(super) fn abandon(&self, clients: &[NonZeroU32]) -> Vec<Expired<R>> {
-        self.take_out(|request| request.client.is_some_and(|client| clients.contains(&client)))
-    }
-
-    fn take_out(&self, which: impl Fn(&Request<R>) -> bool) -> Vec<Expired<R>> {
-        let mut expired = Vec::new();
-        for index in 0..SHARDS {
-            let mut shard = self.shard(index);
-            for place in 0..shard.places.len() {
-                let which = |request: &mut Request<R>| which(request);
-                if let Some(Request { ino, since, elsewhere, reply, .. }) = shard.places[place].take_if(which) {
-                    shard.free.push(place);
-                    expired.push(Expired { ino, since, elsewhere, reply });
-                }
-            }
+    /// Takes these requests out: they waited for too long, or their client ends.
+    pub(super) fn take_out(&self, which: impl Fn(&Request<R>) -> bool) -> Vec<Request<R>> {
+        let mut taken = Vec::new();
+        for shard in &self.shards {
+            taken.extend(shard.lock().waiting.extract_if(|_, request| which(request)).map(|(_, request)| request));
         }
-        expired
+        taken
     }
 
     /// Whether any request waits.
     pub(super) fn any(&self) -> bool {
-        (0..SHARDS).any(|index| self.shard(index).places.iter().any(Option::is_some))
-    }
-
-    fn shard(&self, index: usize) -> MutexGuard<'_, Shard<R>> {
-        self.shards[index].lock()
+        self.shards.iter().any(|shard| !shard.lock().waiting.is_empty())
     }
 }
 
 impl<R> Ticket<R> {
-    /// Its place, while the request waits.
-    fn waiting<'a>(&self, shard: &'a mut Shard<R>) -> Option<&'a mut Option<Request<R>>> {
-        let is_own = |place: &&mut Option<Request<R>>| matches!(place, Some(request) if request.number == self.number);
-        shard.places.get_mut(self.place).filter(is_own)
-    }
-
     /// The reply, to be sent; none if it was taken before.
     pub(super) fn take(&mut self) -> Option<R> {
-        let mut shard = self.requests.shard(self.shard);
-        let request = self.waiting(&mut shard)?.take()?;
-        shard.free.push(self.place);
+        let request = self.requests.shards[self.shard].lock().waiting.remove(&self.number)?;
         self.taken = true;
         Some(request.reply)
     }
 
     /// Notes that a thread handles it that stands in for those that take requests. Whether it still waits.
     pub(super) fn note_elsewhere(&self) -> bool {
-        let mut shard = self.requests.shard(self.shard);
-        let request = self.waiting(&mut shard).and_then(Option::as_mut);
-        request.map(|request| request.elsewhere = true).is_some()
+        let mut shard = self.requests.shards[self.shard].lock();
+        shard.waiting.get_mut(&self.number).map(|request| request.elsewhere = true).is_some()
     }
 
     /// Whether another thread answered it.
     pub(super) fn expired(&self) -> bool {
-        !self.taken && self.waiting(&mut self.requests.shard(self.shard)).is_none()
+        !self.taken && !self.requests.shards[self.shard].lock().waiting.contains_key(&self.number)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
@@ -226,18 +172,19 @@ mod tests {
         let now = Instant::now();
         let mut first = requests.add(Ino(1), now, None, "first");
         let mut second = requests.add(Ino(2), now, None, "second");
-        assert_eq!(requests.late(Duration::from_hours(1)), []);
-        assert_eq!(requests.late(Duration::ZERO), [Ino(1), Ino(2)]);
+        let late = |limit| requests.of_late(limit, |request| Some(request.ino));
+        assert_eq!(late(Duration::from_hours(1)), []);
+        assert_eq!(late(Duration::ZERO), [Ino(1), Ino(2)]);
         assert!(second.note_elsewhere() && requests.any());
-        let expired = requests.expire(Ino(2), Duration::ZERO);
+        let expired = requests.take_out(|request| request.ino == Ino(2));
         assert_eq!(expired.iter().map(|found| (found.reply, found.elsewhere)).collect::<Vec<_>>(), [("second", true)]);
         assert!(second.expired() && second.take().is_none() && second.expired());
-        // Another request has the place now.
+        // Another request for the same file waits now.
         let mut third = requests.add(Ino(2), now, None, "third");
         assert!(second.take().is_none());
         assert_eq!((first.take(), first.take(), first.expired()), (Some("first"), None, false));
         assert_eq!((third.take(), third.expired()), (Some("third"), false));
-        assert!(requests.late(Duration::ZERO).is_empty() && !requests.any() && !third.note_elsewhere());
+        assert!(late(Duration::ZERO).is_empty() && !requests.any() && !third.note_elsewhere());
     }
 
     #[test]
@@ -249,22 +196,24 @@ mod tests {
             .into_iter()
             .map(|(ino, client)| requests.add(Ino(ino), now, client, ino))
             .collect();
-        assert_eq!(requests.late_clients(Duration::from_hours(1)), []);
-        assert_eq!(requests.late_clients(Duration::ZERO), [7, 8].map(|number| client(number).unwrap()));
-        assert_eq!(requests.abandon(&[]).len(), 0);
-        assert_eq!(requests.abandon(&[client(7).unwrap()]).iter().map(|found| found.reply).collect::<Vec<_>>(), [1, 2]);
+        let late = |limit| requests.of_late(limit, |request| request.client);
+        assert_eq!(late(Duration::from_hours(1)), []);
+        assert_eq!(late(Duration::ZERO), [7, 8].map(|number| client(number).unwrap()));
+        assert_eq!(requests.take_out(|_| false).len(), 0);
+        let abandoned = requests.take_out(|request| request.client == client(7));
+        assert_eq!(abandoned.iter().map(|found| found.reply).collect::<BTreeSet<_>>(), [1, 2].into());
         let answered: Vec<_> = tickets.iter_mut().map(Ticket::take).collect();
         assert_eq!(answered, [None, None, Some(2), Some(2)]);
     }
 
     #[test]
-    fn places_are_used_again() {
+    fn memory_is_used_again() {
         let requests = Arc::new(Requests::default());
         for round in 0..100 {
             let mut tickets: Vec<_> = (0..3).map(|_| requests.add(Ino(round), Instant::now(), None, round)).collect();
             assert!(tickets.iter_mut().all(|ticket| ticket.take() == Some(round)));
         }
-        assert_eq!(requests.shard(own_shard()).places.len(), 3);
+        assert!((3..16).contains(&requests.shards[own_shard()].lock().waiting.capacity()));
     }
 
     #[test]

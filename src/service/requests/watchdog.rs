@@ -17,7 +17,7 @@ use ckfs_volume::{RequestKind, Upkeep};
 
 use super::{
     pending::Refuse,
-    table::{Expired, Requests, is_killed},
+    table::{Request, Requests, is_killed},
     waiting_threads::Handlers,
 };
 
@@ -58,31 +58,24 @@ impl<R: Refuse> WatchedTable for Table<R> {
     /// Answers the requests that have waited for `limit` and whose file's source gives no answer. Other requests go on waiting:
     /// their bytes are being computed.
     fn expire(&self, watchdog: &Watchdog, limit: Duration) {
-        for ino in self.requests.late(limit) {
-            if !watchdog.fs.is_stalled(ino) {
-                continue;
-            }
-            for expired in self.requests.expire(ino, limit) {
-                let ino = expired.ino;
-                watchdog.answer(self.op, expired, libc::EIO);
-                watchdog.fs.note_given_up(self.op, ino);
-            }
+        let mut stalled = self.requests.of_late(limit, |request| Some(request.ino));
+        stalled.retain(|ino| watchdog.fs.is_stalled(*ino));
+        let is_expired = |request: &Request<R>| request.since.elapsed() >= limit && stalled.contains(&request.ino);
+        for expired in self.requests.take_out(is_expired) {
+            let ino = expired.ino;
+            watchdog.answer(self.op, expired, libc::EIO);
+            watchdog.fs.note_given_up(self.op, ino);
         }
     }
 
     /// Answers the requests of clients that are being killed, whatever they wait for: until then a client cannot end.
     fn abandon(&self, watchdog: &Watchdog) {
-        let mut clients = self.requests.late_clients(CLIENT_AGE);
-        clients.retain(|client| is_killed(*client));
-        if clients.is_empty() {
-            return;
-        }
-        for abandoned in self.requests.abandon(&clients) {
-            tracing::debug!(
-                ino = abandoned.ino.0,
-                op = self.op.name(),
-                "the client is killed; its request is given up"
-            );
+        let mut killed = self.requests.of_late(CLIENT_AGE, |request| request.client);
+        killed.retain(|client| is_killed(*client));
+        let is_abandoned = |request: &Request<R>| request.client.is_some_and(|client| killed.contains(&client));
+        for abandoned in self.requests.take_out(is_abandoned) {
+            let (ino, op) = (abandoned.ino.0, self.op.name());
+            tracing::debug!(ino, op, "the client is killed; its request is given up");
             watchdog.answer(self.op, abandoned, libc::EINTR);
         }
     }
@@ -126,8 +119,8 @@ impl Watchdog {
         period.min(limit / LOOKS).max(Duration::from_millis(1))
     }
 
-    fn answer<R: Refuse>(&self, op: RequestKind, request: Expired<R>, errno: i32) {
-        let Expired { since, elsewhere, reply, .. } = request;
+    fn answer<R: Refuse>(&self, op: RequestKind, request: Request<R>, errno: i32) {
+        let Request { since, elsewhere, reply, .. } = request;
         if elsewhere {
             self.handlers.mark_stuck();
         }

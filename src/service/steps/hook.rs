@@ -26,24 +26,13 @@ const LINE_BYTES_MAX: u64 = 4096;
 /// Time between two looks whether the command has ended, or the mount.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// How a command ended.
-#[derive(Clone, Debug)]
-struct HookResult {
-    step: u64,
-    /// The exit code; that of a shell, 128 and more, if a signal ended it.
-    code: Option<i32>,
-    error: Option<String>,
-    began: SystemTime,
-    took: Duration,
-}
-
 /// What a hook has done, and does.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HookState {
     command: String,
     waiting: VecDeque<u64>,
     running: Option<(u64, SystemTime)>,
-    results: VecDeque<HookResult>,
+    results: VecDeque<Value>,
     succeeded: u64,
     failed: u64,
     has_ended: bool,
@@ -80,22 +69,13 @@ pub(super) struct Hook(Arc<HookShared>);
 
 impl HookState {
     pub(super) fn to_json(&self) -> Value {
-        let result = |result: &HookResult| {
-            json!({
-                "step": result.step,
-                "exit_code": result.code,
-                "error": result.error,
-                "began": utc(result.began),
-                "seconds": result.took.as_secs_f64(),
-            })
-        };
         json!({
             "command": self.command,
             "waiting": self.waiting.len(),
             "running": self.running.map(|(step, since)| json!({"step": step, "since": utc(since)})),
             "succeeded": self.succeeded,
             "failed": self.failed,
-            "results": self.results.iter().map(result).collect::<Vec<_>>(),
+            "results": self.results,
         })
     }
 
@@ -156,23 +136,30 @@ fn work(shared: &HookShared, command: &str, place: &StepPlace) {
         let (began, since) = (SystemTime::now(), Instant::now());
         state.running = Some((step, began));
         drop(state);
-        let result = run(shared, command, step, place);
+        let (code, error) = match run(shared, command, step, place) {
+            Ok(code) => (Some(code), None),
+            Err(error) => (None, Some(error.to_string())),
+        };
         let mut state = shared.state.lock();
         state.running = None;
-        let failure = match &result {
-            Ok(0) => None,
-            Ok(code) => Some(format!("exit code {code}")),
-            Err(error) => Some(error.to_string()),
-        };
-        *if failure.is_some() { &mut state.failed } else { &mut state.succeeded } += 1;
-        if let Some(failure) = failure {
-            tracing::warn!("--on-step: step {step}: {failure}");
+        if code == Some(0) {
+            state.succeeded += 1;
+        } else {
+            state.failed += 1;
+            let why = error.clone().unwrap_or_else(|| format!("exit code {}", code.unwrap_or_default()));
+            tracing::warn!("--on-step: step {step}: {why}");
         }
-        let (code, error) = (result.as_ref().ok().copied(), result.err().map(|error| error.to_string()));
         if state.results.len() >= RESULTS_MAX {
             state.results.pop_front();
         }
-        state.results.push_back(HookResult { step, code, error, began, took: since.elapsed() });
+        // The exit code of what a signal ended is that of a shell, 128 and more.
+        state.results.push_back(json!({
+            "step": step,
+            "exit_code": code,
+            "error": error,
+            "began": utc(began),
+            "seconds": since.elapsed().as_secs_f64(),
+        }));
     }
 }
 
@@ -267,8 +254,8 @@ mod tests {
         hook.add(4);
         hook.add(7);
         let report = ended(&hook, 2);
-        let codes: Vec<_> = report.results.iter().map(|result| (result.step, result.code)).collect();
-        assert_eq!(codes, [(4, Some(0)), (7, Some(3))]);
+        let codes: Vec<_> = report.results.iter().map(|result| [&result["step"], &result["exit_code"]]).collect();
+        assert_eq!(codes, [[4, 0], [7, 3]]);
         assert_eq!(report.counts(), [("succeeded", 1), ("failed", 1)]);
         let lines = fs::read_to_string(&log).unwrap();
         assert_eq!(lines, "begin 4 /mnt/run/4\nend 4\nbegin 7 /mnt/run/7\nend 7\n");

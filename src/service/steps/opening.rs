@@ -14,7 +14,7 @@ use ckfs_volume::{FsError, NoPassthrough, OnChange, Upkeep, Volume, VolumeOption
 use super::{
     super::{average, chunk_memory, error::OpenError, open, requests::panic_text, wait_watch::wait_registry},
     failed::FailedStep,
-    report::add_numbers,
+    report::add_counters,
     run::Run,
     settle,
     slot::{Slot, SlotState, StepContent},
@@ -286,7 +286,7 @@ impl Run {
     /// closed then, and their storage may not answer.
     pub(super) fn part_with(&self, volume: Arc<Volume>) {
         volume.on_change(None);
-        add_numbers(&mut self.retired.lock(), &volume.statistics());
+        add_counters(&mut self.retired.lock(), volume.counters());
         self.parted.lock().push(volume);
         self.drop_parted();
     }

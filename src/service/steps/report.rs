@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use ckfs_host::memory;
 use ckfs_source::{DecodedChunks, calendar::utc};
-use ckfs_volume::{MetricText, RequestKind, Volume, held_rows, memory_json};
+use ckfs_volume::{MetricText, Volume, held_rows, memory_json, ops};
 use serde_json::{Map, Value, json};
 
 use super::{super::alive::OpenProblem, run::RunState, slot::StepContent};
@@ -14,36 +14,10 @@ const STATS_BYTES: usize = 128 << 10;
 /// Most problems that are listed.
 const PROBLEMS_MAX: usize = 16;
 
-/// Members of a volume's statistics that are sums over volumes.
-const SUMS: [&str; 22] = [
-    "bytes_served",
-    "bytes_fetched",
-    "zero_copy_reads",
-    "tile_hits",
-    "tile_misses",
-    "tile_waits",
-    "tile_evictions",
-    "tile_bypasses",
-    "decoded_chunks",
-    "prefetched_tiles",
-    "prefetch_hits",
-    "materialized_files",
-    "materialized_bytes",
-    "failed_reads",
-    "failed_opens",
-    "stalled_reads",
-    "remote_requests",
-    "remote_fetched_bytes",
-    "remote_retries",
-    "remote_failures",
-    "remote_hit_bytes",
-    "remote_miss_bytes",
-];
-
-/// Adds the sums of a volume to others.
-pub(super) fn add_numbers(sums: &mut Map<String, Value>, statistics: &Map<String, Value>) {
-    for (name, value) in SUMS.iter().filter_map(|name| Some((*name, statistics.get(*name)?))) {
-        add(sums.entry(name).or_insert(Value::Null), value);
+/// Adds the counters of a volume to others.
+pub(super) fn add_counters(sums: &mut Map<String, Value>, counters: Map<String, Value>) {
+    for (name, value) in counters {
+        add(sums.entry(name).or_insert(Value::Null), &value);
     }
 }
 
@@ -90,9 +64,12 @@ impl RunState {
 
     /// Sums over all volumes, those that are gone among them.
     fn sums(&self) -> Map<String, Value> {
+        let own = [("panics", &self.metrics.panics), ("passthrough_opens", &self.metrics.passthrough_opens)];
+        let own = own.map(|(name, counter)| (name.to_owned(), counter.load(Ordering::Relaxed).into()));
         let mut sums = self.retired.lock().clone();
+        add_counters(&mut sums, Map::from_iter(own));
         for (_, volume) in self.volumes() {
-            add_numbers(&mut sums, &volume.statistics());
+            add_counters(&mut sums, volume.counters());
         }
         sums
     }
@@ -192,19 +169,6 @@ impl RunState {
         memory_json(&held_rows(self.rooms.held(), chunks), None, Some(&self.budget))
     }
 
-    fn ops(&self) -> Map<String, Value> {
-        let row = |op: &RequestKind| {
-            let row = self.metrics.op(*op);
-            let value = json!({
-                "count": row.count.load(Ordering::Relaxed),
-                "errors": row.errors.load(Ordering::Relaxed),
-                "total_ns": row.total_ns.load(Ordering::Relaxed),
-            });
-            (op.name().to_owned(), value)
-        };
-        RequestKind::ALL.iter().map(row).collect()
-    }
-
     /// `stats.json`.
     pub(super) fn stats_text(&self) -> Vec<u8> {
         let (mut problems, mut left_out) = self.problems();
@@ -227,12 +191,10 @@ impl RunState {
         all.extend(self.sums());
         let poisoned = self.volumes().iter().map(|(_, volume)| u64::from(volume.is_poisoned())).sum::<u64>();
         all.insert("poisoned_sources".to_owned(), poisoned.into());
-        all.insert("panics".to_owned(), self.metrics.panics.load(Ordering::Relaxed).into());
-        all.insert("passthrough_opens".to_owned(), self.metrics.passthrough_opens.load(Ordering::Relaxed).into());
         all.insert("in_flight".to_owned(), self.metrics.in_flight.load(Ordering::Relaxed).into());
         all.insert("threads".to_owned(), memory::threads().into());
         all.insert("memory".to_owned(), self.memory());
-        all.insert("ops".to_owned(), self.ops().into());
+        all.insert("ops".to_owned(), ops(&self.metrics).into());
         let mut text = serde_json::to_vec_pretty(&all).unwrap_or_default();
         text.resize(text.len().max(STATS_BYTES - 1), b' ');
         text.push(b'\n');
