@@ -19,7 +19,7 @@ use ckfs_source::remote::{
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
-use super::output;
+use super::{output, paragraph::filled};
 
 /// Blocks of an entry that are checked at a time.
 const STEP_BLOCKS: u64 = 4096;
@@ -60,14 +60,12 @@ impl CacheCommand {
         let dir = self.cache_dir.clone().or_else(ckfs_service::cache_of_environment).or_else(default_directory);
         let dir = dir.context("no cache: none of --cache-dir, CKFS_CACHE_DIR, XDG_CACHE_HOME and HOME is set")?;
         if !dir.join("objects").exists() {
-            if self.json {
-                return match self.action {
-                    None | Some(Action::List) => print_listed(&dir, (0, Cache::limit_bytes_at(&dir)?), &[]),
-                    Some(Action::Verify) => print_verified([0; 4], &[]),
-                    Some(Action::Prune { .. }) => print_pruned(0, 0, 0),
-                };
-            }
-            return output::print(&format!("{}: empty\n", dir.display()));
+            let nothing = match self.action {
+                None | Some(Action::List) => listed(&dir, (0, Cache::limit_bytes_at(&dir)?), &[]),
+                Some(Action::Verify) => verified([0; 4], &[]),
+                Some(Action::Prune { .. }) => pruned(0, 0, 0),
+            };
+            return output::print_either(self.json, &nothing, || format!("{}: empty\n", dir.display()));
         }
         let counters = Arc::new(RemoteCounters::default());
         let cache = Cache::open(&dir, None, counters).with_context(|| dir.display().to_string())?;
@@ -116,26 +114,23 @@ fn list(cache: &Cache, place: &Path, as_json: bool) -> anyhow::Result<()> {
             printable(&object)
         );
     }
-    if as_json {
-        return print_listed(place, (used, limit), &rows);
-    }
-    let _ = writeln!(text, "{} used, at most {}", human_bytes(used), human_bytes(limit));
-    output::print(&text)
+    let told = listed(place, (used, limit), &rows);
+    output::print_either(as_json, &told, || text + &filled("{used_bytes:b} used, at most {limit_bytes:b}\n", &told))
 }
 
-fn print_listed(place: &Path, (used, limit): (u64, u64), rows: &[Value]) -> anyhow::Result<()> {
-    output::print_json(&json!({ "directory": place, "used_bytes": used, "limit_bytes": limit, "objects": rows }))
+fn listed(place: &Path, (used, limit): (u64, u64), rows: &[Value]) -> Value {
+    json!({ "directory": place, "used_bytes": used, "limit_bytes": limit, "objects": rows })
 }
 
-/// Prints how many objects there are, how many have a digest, are parts and have none, and the damages.
-fn print_verified([objects, with_digest, parts, without_digest]: [u64; 4], damages: &[Value]) -> anyhow::Result<()> {
-    output::print_json(&json!({
+/// How many objects there are, how many have a digest, are parts and have none, and the damages.
+fn verified([objects, with_digest, parts, without_digest]: [u64; 4], damages: &[Value]) -> Value {
+    json!({
         "objects": objects, "with_digest": with_digest, "parts": parts, "without_digest": without_digest, "damages": damages,
-    }))
+    })
 }
 
-fn print_pruned(removed: u64, freed: u64, in_use: u64) -> anyhow::Result<()> {
-    output::print_json(&json!({ "removed": removed, "freed_bytes": freed, "in_use": in_use }))
+fn pruned(removed: u64, freed: u64, in_use: u64) -> Value {
+    json!({ "removed": removed, "freed_bytes": freed, "in_use": in_use })
 }
 
 fn human_age(age: Duration) -> String {
@@ -179,7 +174,7 @@ fn verify(cache: &Cache, as_json: bool) -> anyhow::Result<()> {
     }
     let whole = checked - parts - unnamed;
     if as_json {
-        print_verified([checked, whole, parts, unnamed], &rows)?;
+        output::print_json(&verified([checked, whole, parts, unnamed], &rows))?;
     }
     if damaged > 0 {
         bail!(
@@ -251,8 +246,7 @@ fn prune(cache: &Cache, older_than: Option<Duration>, as_json: bool) -> anyhow::
             None => in_use += 1,
         }
     }
-    if as_json {
-        return print_pruned(removed, freed, in_use);
-    }
-    output::print(&format!("{removed} objects removed, {} freed, {in_use} in use\n", human_bytes(freed)))
+    let told = pruned(removed, freed, in_use);
+    let text = "{removed} objects removed, {freed_bytes:b} freed, {in_use} in use\n";
+    output::print_either(as_json, &told, || filled(text, &told))
 }

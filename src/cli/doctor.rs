@@ -2,7 +2,6 @@
 
 use std::{
     env,
-    fmt::Write,
     fs,
     os::unix::fs::{FileTypeExt, PermissionsExt},
     path::{Path, PathBuf},
@@ -27,6 +26,7 @@ use serde_json::{Value, json};
 
 use super::{
     mount, output,
+    paragraph::{filled, items},
     status::{MountHealth, probe},
 };
 
@@ -54,16 +54,6 @@ enum Verdict {
     Ok,
     Warn,
     Fail,
-}
-
-impl Verdict {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Warn => "warn",
-            Self::Fail => "fail",
-        }
-    }
 }
 
 /// One examined property of the host.
@@ -533,20 +523,17 @@ impl Doctor {
         checks.extend(machine());
         checks.push(hub_cache());
         checks.extend(mounts());
-        if self.json {
-            output::print_json(&json!({ "checks": checks }))?;
-        } else {
+        let rows = json!({ "checks": checks });
+        output::print_either(self.json, &rows, || {
             let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
-            let mut text = String::new();
-            for check in &checks {
-                // Writing to a string cannot fail.
-                let _ = writeln!(text, "{:<4}  {:<width$}  {}", check.state.name(), check.name, check.found);
-                if !check.advice.is_empty() {
-                    let _ = writeln!(text, "{:<4}  {:<width$}  -> {}", "", "", check.advice);
-                }
-            }
-            output::print(&text)?;
-        }
+            let line = |row: &Value| {
+                let [state, name] = ["{state}", "{name}"].map(|member| filled(member, row));
+                let head = format!("{state:<4}  {name:<width$}  ");
+                let advice = format!("[{:1$}-> {{advice}}\n]", "", head.len());
+                head + &filled("{found}\n", row) + &filled(&advice, row)
+            };
+            items(&rows["checks"]).iter().map(line).collect()
+        })?;
         let failed: Vec<&str> =
             checks.iter().filter(|check| check.state == Verdict::Fail).map(|check| check.name).collect();
         if failed.is_empty() { Ok(()) } else { Err(anyhow!("this host cannot mount: {}", failed.join(", "))) }

@@ -10,12 +10,14 @@ use ckfs_source::{ByteSpan, FetchPart, FileId, RemoteSource, Source, remote::url
 use ckfs_volume::ViewPlan;
 use clap::Args;
 use indicatif::ProgressBar;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{
     export::bar,
     flags::{LogFlags, SourceFlags},
-    open, output, tree,
+    open, output,
+    paragraph::filled,
+    tree,
 };
 
 /// Time between two updates of the progress.
@@ -52,10 +54,9 @@ impl FetchCommand {
         let label = checkpoint.label();
         let needs = needs(&checkpoint, &plans)?;
         let (Some(before), Some(remote)) = (needs, checkpoint.source().remote()) else {
-            if self.json {
-                return print_fetched(label, true, [0; 5], &[]);
-            }
-            return output::print(&format!("{label}: its files are on this machine; there is nothing to fetch\n"));
+            let told = fetched(label, true, [0; 5], &[]);
+            let text = "{source}: its files are on this machine; there is nothing to fetch\n";
+            return output::print_either(self.json, &told, || filled(text, &told));
         };
         let bar = bar(before.absent_bytes, log);
         if remote.cache_limit().is_none() {
@@ -85,39 +86,36 @@ impl FetchCommand {
         let parts = before.spans.iter().filter(|(file, _)| is_part(file)).count();
         let cached = before.spanned_bytes.saturating_sub(before.absent_bytes);
         let requests = remote.counters().requests.load(Ordering::Relaxed);
-        if self.json {
-            let numbers = [before.needed_bytes, before.absent_bytes, cached, requests, parts as u64];
-            return print_fetched(label, false, numbers, &shared);
-        }
-        output::print(&format!(
-            "{label}: {} needed; {} fetched in {requests} requests, {} were in the cache\n",
-            human_bytes(before.needed_bytes),
-            human_bytes(before.absent_bytes),
-            human_bytes(cached),
-        ))?;
-        if parts > 0 {
-            output::print(&format!(
-                "not compared with the digests that their service names: {parts} files, of which these devices need only a part\n"
-            ))?;
-        }
-        if config.mount.hf_cache == Some(HfCache::Share) {
-            output::print(&shared_text(&shared))?;
-        }
-        Ok(())
+        let numbers = [before.needed_bytes, before.absent_bytes, cached, requests, parts as u64];
+        let told = fetched(label, false, numbers, &shared);
+        output::print_either(self.json, &told, || {
+            let text = "{source}: {needed_bytes:b} needed; {fetched_bytes:b} fetched in {requests} requests, {cached_bytes:b} were in \
+                        the cache\n";
+            let mut text = filled(text, &told);
+            if parts > 0 {
+                let part = "not compared with the digests that their service names: {part_files} files, of which these devices need \
+                            only a part\n";
+                text += &filled(part, &told);
+            }
+            if config.mount.hf_cache == Some(HfCache::Share) {
+                text += &shared_text(&shared);
+            }
+            text
+        })
     }
 }
 
-/// Prints the bytes that are needed, were fetched and were cached, and the numbers of requests and of files that are here in part.
-fn print_fetched(
+/// The bytes that are needed, were fetched and were cached, and the numbers of requests and of files that are here in part.
+fn fetched(
     label: &str,
     is_local: bool,
     [needed, fetched, cached, requests, parts]: [u64; 5],
     shared: &[PathBuf],
-) -> anyhow::Result<()> {
-    output::print_json(&json!({
+) -> Value {
+    json!({
         "source": label, "is_local": is_local, "needed_bytes": needed, "fetched_bytes": fetched, "cached_bytes": cached,
         "requests": requests, "part_files": parts, "shared": shared,
-    }))
+    })
 }
 
 /// The result of `--hf-cache share`.

@@ -156,6 +156,11 @@ pub(super) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
 }
 
 /// Writes the bytes of a read to standard output.
+/// Prints what was found: as JSON, or the text that tells it.
+pub(super) fn print_either(as_json: bool, value: &impl Serialize, text: impl FnOnce() -> String) -> anyhow::Result<()> {
+    if as_json { print_json(value) } else { print(&text()) }
+}
+
 pub(super) fn write_served(bytes: Served<'_>) -> anyhow::Result<()> {
     written(bytes.write_to(&io::stdout()))
 }

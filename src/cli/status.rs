@@ -294,7 +294,11 @@ fn wrong_text(mount: &Value) -> String {
     text + &problems_text(&mount["stats"])
 }
 
-/// All about one mount.
+/// All about each mount.
+fn each(mounts: &[Value]) -> String {
+    mounts.iter().map(text).collect::<Vec<_>>().join("\n")
+}
+
 fn text(mount: &Value) -> String {
     let head = "{mountpoint}\n  source  [{source}|{name}]\n  health  {health}[, process {pid}][, version {version}]\n";
     let mut text = filled(head, mount) + &wrong_text(mount);
@@ -380,14 +384,12 @@ impl Status {
         }
         let probes: Vec<_> = entries.into_iter().map(|entry| (probe(&entry.mountpoint), entry)).collect();
         let mounts: Vec<Value> = probes.iter().map(|(probe, entry)| describe(entry, probe)).collect();
-        if self.json {
-            output::print_json(&json!({ "mounts": mounts }))?;
-        } else if mounts.is_empty() {
+        if mounts.is_empty() && !self.json {
             ckfs_host::tell("ckfs: nothing is mounted\n");
-        } else if self.mountpoint.is_some() {
-            output::print(&printable_lines(&mounts.iter().map(text).collect::<Vec<_>>().join("\n")))?;
         } else {
-            output::print(&printable_lines(&lines(&mounts)))?;
+            let all = if self.mountpoint.is_some() { each } else { lines };
+            let told = json!({ "mounts": mounts });
+            output::print_either(self.json, &told, || printable_lines(&all(&mounts)).into_owned())?;
         }
         // A private mount is a failure only if the user asked for it.
         let count =

@@ -11,7 +11,7 @@ use ckfs_service::{
     steps::{ListedStep, Run, finished_steps, listed_steps},
     wait_registry,
 };
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::{open, paragraph::counted};
 
@@ -114,16 +114,5 @@ pub(super) fn run_text(source: &str, steps: &[ListedStep]) -> String {
 
 /// The same as JSON.
 pub(super) fn to_json(steps: &[ListedStep]) -> Value {
-    let row = |step: &ListedStep| {
-        json!({
-            "step": step.number,
-            "name": step.name,
-            "source": step.source,
-            "kind": step.kind.to_string(),
-            "bytes": step.measure.as_ref().map(|measure| measure.bytes),
-            "complete": step.unfinished.is_none(),
-            "unfinished": step.unfinished,
-        })
-    };
-    steps.iter().map(row).collect()
+    steps.iter().map(ListedStep::to_json).collect()
 }

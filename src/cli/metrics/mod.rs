@@ -8,7 +8,7 @@ use std::{
     fs,
     net::{SocketAddr, TcpListener, ToSocketAddrs},
     path::{Path, PathBuf},
-    sync::{Arc, Weak, mpsc},
+    sync::Arc,
     thread,
     time::Duration,
 };
@@ -18,7 +18,7 @@ use ckfs_config::Config;
 use ckfs_fuse::ckfs_mounts;
 use ckfs_host::signal;
 use clap::Args;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use super::output::{self, Usage};
 
@@ -144,21 +144,21 @@ struct Mounts {
     only: Option<PathBuf>,
     /// Where mounts should be: paths of `--expect`.
     expect: Vec<PathBuf>,
-    /// Those that have not answered yet, each with the requests that wait for its answer. They are not asked again, so that threads
-    /// do not pile up.
-    asked: Arc<Mutex<BTreeMap<PathBuf, Vec<Weak<Answers>>>>>,
+    /// The answers of those that have not answered yet. They are not asked again, so that threads do not pile up.
+    asked: Arc<Mutex<BTreeMap<PathBuf, Arc<Answer>>>>,
 }
 
-/// Where a request for the metrics takes the answers of mounts: the path, and the text unless the mount fails.
-type Answers = mpsc::Sender<(PathBuf, Option<Arc<str>>)>;
+/// The metrics of a mount, for all that wait for them: the text unless the mount fails.
+#[derive(Debug, Default)]
+struct Answer {
+    text: Mutex<Option<Option<String>>>,
+    came: Condvar,
+}
 
-/// Reads the metrics of the mount on `path`, and gives them to all that wait for them.
-fn ask(path: &Path, asked: &Mutex<BTreeMap<PathBuf, Vec<Weak<Answers>>>>) {
-    let text: Option<Arc<str>> = fs::read_to_string(path.join(".ckfs/metrics")).ok().map(Into::into);
-    let waiting = asked.lock().remove(path);
-    for answer in waiting.into_iter().flatten().filter_map(|answer| answer.upgrade()) {
-        // A request that has given up takes no answer.
-        let _ = answer.send((path.to_owned(), text.clone()));
+impl Answer {
+    fn give(&self, text: Option<String>) {
+        *self.text.lock() = Some(text);
+        self.came.notify_all();
     }
 }
 
@@ -172,43 +172,41 @@ impl Mounts {
         }
         // A configuration that is being written is read at the next request.
         points.extend(self.expect.iter().filter_map(|path| expected(path).ok()).flatten());
-        let (answer, answered) = mpsc::channel();
-        // The only strong reference: those of requests that are over are dropped from the lists.
-        let answer: Arc<Answers> = Arc::new(answer);
-        let mut waiting = 0_usize;
-        for point in &points {
-            let is_asked = {
-                let mut asked = self.asked.lock();
-                let is_asked = asked.contains_key(point);
-                let requests = asked.entry(point.clone()).or_default();
-                requests.retain(|request| request.strong_count() > 0);
-                requests.push(Arc::downgrade(&answer));
-                is_asked
-            };
-            waiting += 1;
-            if is_asked {
-                continue;
-            }
-            let (path, asked) = (point.clone(), Arc::clone(&self.asked));
-            let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || ask(&path, &asked));
-            if asking.is_err() {
-                waiting -= 1;
-                self.asked.lock().remove(point);
-            }
-        }
+        let answers: Vec<_> = points.iter().map(|point| (point, self.ask(point))).collect();
         let until = std::time::Instant::now() + ANSWER_LIMIT;
         let mut merged = text::Merged::default();
         let mut up = BTreeSet::new();
-        for _ in 0..waiting {
-            let left = until.saturating_duration_since(std::time::Instant::now());
-            let Ok((path, text)) = answered.recv_timeout(left) else { break };
-            if let Some(text) = text {
-                merged.add(&path.display().to_string(), &text);
-                up.insert(path);
+        for (point, answer) in answers {
+            let mut text = answer.text.lock();
+            answer.came.wait_while_until(&mut text, |text| text.is_none(), until);
+            if let Some(Some(text)) = &*text {
+                merged.add(&point.display().to_string(), text);
+                up.insert(point);
             }
         }
         let states = points.iter().map(|point| (point.display().to_string(), up.contains(point)));
         merged.finish(&states.collect::<Vec<_>>())
+    }
+
+    /// Has a thread read the metrics of the mount on `point`, unless one does.
+    fn ask(&self, point: &Path) -> Arc<Answer> {
+        let mut asked = self.asked.lock();
+        let answer = Arc::clone(asked.entry(point.to_owned()).or_default());
+        // The map has one, and so has the thread.
+        if Arc::strong_count(&answer) > 2 {
+            return answer;
+        }
+        let (path, told, waiting) = (point.to_owned(), Arc::clone(&answer), Arc::clone(&self.asked));
+        let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || {
+            let text = fs::read_to_string(path.join(".ckfs/metrics")).ok();
+            waiting.lock().remove(&path);
+            told.give(text);
+        });
+        if asking.is_err() {
+            asked.remove(point);
+            answer.give(None);
+        }
+        answer
     }
 }
 
@@ -233,17 +231,14 @@ mod tests {
     }
 
     #[test]
-    fn a_mount_that_is_being_asked_answers_all_that_wait() {
+    fn a_mount_that_answers_is_asked_anew() {
         let mounts = Mounts::default();
-        let path = PathBuf::from("/no/such/mount");
-        let (answer, answered) = mpsc::channel();
-        let answers: Vec<Arc<Answers>> = vec![Arc::new(answer.clone()), Arc::new(answer)];
-        let waiting = answers.iter().map(Arc::downgrade).collect();
-        mounts.asked.lock().insert(path.clone(), waiting);
-        ask(&path, &mounts.asked);
-        let found: Vec<_> = answered.try_iter().collect();
-        assert_eq!(found, [(path.clone(), None), (path, None)]);
-        assert!(mounts.asked.lock().is_empty());
+        for _ in 0..2 {
+            let answer = mounts.ask(Path::new("/no/such/mount"));
+            answer.came.wait_while(&mut answer.text.lock(), |text| text.is_none());
+            assert_eq!(*answer.text.lock(), Some(None));
+            assert!(mounts.asked.lock().is_empty());
+        }
     }
 
     #[test]
@@ -254,7 +249,8 @@ mod tests {
         // A mount that takes its time: nothing comes until a writer does.
         nix::unistd::mkfifo(&metrics, nix::sys::stat::Mode::S_IRWXU).unwrap();
         let mounts = Arc::new(Mounts { only: Some(mount.clone()), ..Mounts::default() });
-        let waiting = || mounts.asked.lock().get(&mount).map_or(0, Vec::len);
+        // Beside the map and the thread that asks.
+        let waiting = || mounts.asked.lock().get(&mount).map_or(0, |answer| Arc::strong_count(answer) - 2);
         let scrapes: Vec<_> = (1..=3)
             .map(|count| {
                 let mounts = Arc::clone(&mounts);

@@ -38,18 +38,11 @@ impl RunState {
         let row = |step: &super::settle::ListedStep| {
             let slot = listed.iter().find(|slot| slot.step.is_same(step));
             let error = slot.and_then(|slot| slot.content()?.volume().err().map(str::to_owned));
-            json!({
-                "step": step.number,
-                "path": slot.map(|slot| slot.step.number.to_string()),
-                "name": step.name,
-                "source": step.source,
-                "kind": step.kind.to_string(),
-                "complete": step.unfinished.is_none(),
-                "unfinished": step.unfinished,
-                "error": error,
-                "bytes": step.measure.as_ref().map(|measure| measure.bytes),
-                "changed": step.measure.as_ref().map(|measure| utc(measure.changed)),
-            })
+            let mut row = step.to_json();
+            row["path"] = slot.map(|slot| slot.step.number.to_string()).into();
+            row["error"] = error.into();
+            row["changed"] = step.measure.as_ref().map(|measure| utc(measure.changed)).into();
+            row
         };
         let all = json!({
             "run": self.source,

@@ -20,6 +20,7 @@ use ckfs_checkpoint::{
 };
 use ckfs_config::Config;
 use ckfs_source::{WaitGuard, WaitRegistry, is_on_network};
+use serde_json::{Value, json};
 
 use super::super::{error::OpenError, open};
 
@@ -72,6 +73,19 @@ impl ListedStep {
     }
 
     /// Whether two are of one directory in one state.
+    /// What is told of it.
+    pub fn to_json(&self) -> Value {
+        json!({
+            "step": self.number,
+            "name": self.name,
+            "source": self.source,
+            "kind": self.kind.to_string(),
+            "bytes": self.measure.as_ref().map(|measure| measure.bytes),
+            "complete": self.unfinished.is_none(),
+            "unfinished": self.unfinished,
+        })
+    }
+
     pub(super) fn is_same(&self, other: &Self) -> bool {
         let stamp = |step: &Self| step.measure.as_ref().map(|measure| measure.stamp);
         self.number == other.number && self.name == other.name && stamp(self) == stamp(other)
