@@ -1,8 +1,7 @@
 //! `ckfs doctor`: whether this host can mount, and how fast.
 
 use std::{
-    env,
-    fs,
+    env, fs,
     os::unix::fs::{FileTypeExt, PermissionsExt},
     path::{Path, PathBuf},
     process::{Command, Stdio},

@@ -9,15 +9,15 @@ mod parts;
 mod task;
 
 use std::{
+    ffi::OsString,
     fs::{self, File},
-    os::unix::{ffi::OsStringExt, fs::symlink},
+    os::unix::ffi::OsStringExt,
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context, anyhow, bail};
 use ckfs_config::Config;
 use ckfs_fuse::ckfs_mounts;
-use ckfs_host::if_there;
 use ckfs_plan::report::human_bytes;
 use ckfs_service::identity::{self, IdentityScope};
 #[cfg(feature = "stores")]
@@ -30,7 +30,7 @@ use serde_json::{Value, json};
 #[cfg(feature = "stores")]
 use self::bucket::BucketExport;
 use self::{
-    files::{CHUNK_BYTES, create_directories, create_file, create_target, finish, partial_path},
+    files::{CHUNK_BYTES, PartialFile, create_directories, create_target, parent, replace_link},
     journal::{BusyTarget, CompleteFiles, Journal, Written, complete, completed, end_of_tasks, interrupted, state},
     parts::shares,
     task::{ExportPart, ExportTask},
@@ -161,7 +161,8 @@ impl Export {
             all.push(written);
         }
         if let Some(latest) = latest {
-            replace_link(Path::new(&latest), &directory.join("latest"))?;
+            let link = directory.join("latest");
+            replace_link(latest, &link).with_context(|| link.display().to_string())?;
         }
         journal.end()?;
         complete(&directory, "steps");
@@ -452,14 +453,6 @@ fn kept_and_missing(
     Ok((kept, missing))
 }
 
-/// Makes a symbolic link, or lets the one of this name lead elsewhere in one step.
-fn replace_link(to: &Path, link: &Path) -> anyhow::Result<()> {
-    let context = || link.display().to_string();
-    let partial = link.with_extension(format!("{}.partial", std::process::id()));
-    symlink(to, &partial).with_context(context)?;
-    fs::rename(&partial, link).with_context(context)
-}
-
 /// Removes the files that were written from sources found wrong at the end.
 fn remove_wrong(volume: &Volume, nodes: &[tree::PathNode], directory: &Path) {
     for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::File && volume.needs_poisoned(node.attr.ino)) {
@@ -525,52 +518,22 @@ fn write_node(
 ) -> anyhow::Result<()> {
     let target = directory.join(&node.path);
     let context = || target.display().to_string();
-    if node.attr.kind == NodeKind::Directory {
-        return create_directories(volume, &node.path, directory).with_context(context);
-    }
-    let partial = partial_path(volume, node, directory).with_context(context)?;
-    if node.attr.kind == NodeKind::Symlink {
-        let link = volume.read_link(node.attr.ino).with_context(context)?;
-        if_there(fs::remove_file(&partial)).with_context(context)?;
-        symlink(std::ffi::OsString::from_vec(link), &partial).with_context(context)?;
-    } else {
-        let result = write_file(volume, node, &partial, bar);
-        if result.is_err() {
-            let _ = fs::remove_file(&partial);
+    match node.attr.kind {
+        NodeKind::Directory => create_directories(volume, &node.path, directory).with_context(context),
+        NodeKind::Symlink => {
+            create_directories(volume, parent(&node.path), directory).with_context(context)?;
+            let link = volume.read_link(node.attr.ino).with_context(context)?;
+            replace_link(OsString::from_vec(link), &target).with_context(context)
         }
-        result?;
-    }
-    fs::rename(&partial, &target).with_context(context)?;
-    if node.attr.kind == NodeKind::File { written(&target) } else { Ok(()) }
-}
-
-fn write_file(volume: &Volume, node: &tree::PathNode, partial: &Path, bar: &ProgressBar) -> anyhow::Result<()> {
-    let context = || partial.display().to_string();
-    let file = create_file(volume, node, partial).with_context(context)?;
-    let open = tree::OpenNode::open(volume, node)?;
-    tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
-        bytes.write_to(&file).with_context(context)?;
-        bar.inc(bytes.len() as u64);
-        Ok(())
-    })?;
-    finish(&file, node, partial)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_bucket_is_no_target_where_it_is_the_source() {
-        for (one, other, is_same) in [
-            ("s3://b/m", "s3://b/m/", true),
-            ("s3a://b/m/out", "s3://b/m", true),
-            ("s3://b", "s3://b/m", true),
-            ("s3://b/m2", "s3://b/m", false),
-            ("s3://b/m", "/b/m", false),
-            ("s3://b/m", "hf://org/m", false),
-        ] {
-            assert_eq!(share_a_place(one, other), is_same, "{one} {other}");
+        NodeKind::File => {
+            let (partial, file) = PartialFile::create(volume, node, directory)?;
+            let open = tree::OpenNode::open(volume, node)?;
+            tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
+                bytes.write_to(&file).with_context(|| partial.path.display().to_string())?;
+                bar.inc(bytes.len() as u64);
+                Ok(())
+            })?;
+            partial.complete(&file, written)
         }
     }
 }

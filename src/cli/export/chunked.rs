@@ -6,9 +6,9 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
+    fs::File,
     os::unix::fs::FileExt,
-    path::{Path, PathBuf},
+    path::Path,
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     thread,
 };
@@ -23,11 +23,7 @@ use ckfs_volume::{NodeKind, Volume};
 use indicatif::ProgressBar;
 use parking_lot::Mutex;
 
-use super::{
-    super::tree,
-    files::{create_file, finish, partial_path},
-    journal::Written,
-};
+use super::{super::tree, files::PartialFile, journal::Written};
 
 /// Most bytes of a file that are made at once: rows of a transposed tensor that are made together visit the source once.
 const PART_BYTES: u64 = 16 << 20;
@@ -109,13 +105,6 @@ pub(super) fn coded_chunks(checkpoint: &Checkpoint, view: &View) -> BTreeMap<(Fi
     coded
 }
 
-/// A file that is being written, under the name that it has until it is complete.
-struct PartialFile<'a> {
-    node: &'a tree::PathNode,
-    open: tree::OpenNode<'a>,
-    path: PathBuf,
-}
-
 /// Writes the files.
 pub(super) fn write(
     volume: &Volume,
@@ -130,45 +119,26 @@ pub(super) fn write(
         chunks.bound_bytes(together_bytes.saturating_add(SLACK_BYTES).min(most_bytes));
     }
     let mut begun = Vec::with_capacity(files.len());
-    let result = write_parts(volume, files, directory, bar, &mut begun, written);
-    if result.is_err() {
-        for partial in &begun {
-            let _ = fs::remove_file(&partial.path);
-        }
-    }
-    result
-}
-
-fn write_parts<'a>(
-    volume: &'a Volume,
-    files: &[ChunkedFile<'a>],
-    directory: &Path,
-    bar: &ProgressBar,
-    begun: &mut Vec<PartialFile<'a>>,
-    written: &mut Written<'_>,
-) -> anyhow::Result<()> {
     for ChunkedFile { node, .. } in files {
-        let context = || directory.join(&node.path).display().to_string();
-        let path = partial_path(volume, node, directory).with_context(context)?;
-        create_file(volume, node, &path).with_context(context)?;
-        begun.push(PartialFile { node, open: tree::OpenNode::open(volume, node)?, path });
+        let (partial, _) = PartialFile::create(volume, node, directory)?;
+        begun.push((partial, tree::OpenNode::open(volume, node)?));
     }
     let mut parts: Vec<ExportPart> = files.iter().flat_map(|file| file.parts.iter().copied()).collect();
     parts.sort_unstable();
-    write_all(&parts, begun, bar)?;
-    for partial in begun.iter() {
-        let context = || partial.path.display().to_string();
-        let file = File::options().write(true).open(&partial.path).with_context(context)?;
-        finish(&file, partial.node, &partial.path)?;
-        let complete = directory.join(&partial.node.path);
-        fs::rename(&partial.path, &complete).with_context(context)?;
-        written(&complete)?;
+    write_all(&parts, &begun, bar)?;
+    for (partial, _) in begun {
+        let file = File::options().write(true).open(&partial.path);
+        let file = file.with_context(|| partial.path.display().to_string())?;
+        partial.complete(&file, written)?;
     }
     Ok(())
 }
 
+/// A file that is being written, and where its bytes come from.
+type BegunFile<'a> = (PartialFile<'a>, tree::OpenNode<'a>);
+
 /// Makes and writes parts in their order, in several threads.
-fn write_all(parts: &[ExportPart], files: &[PartialFile<'_>], bar: &ProgressBar) -> anyhow::Result<()> {
+fn write_all(parts: &[ExportPart], files: &[BegunFile<'_>], bar: &ProgressBar) -> anyhow::Result<()> {
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let failure = Mutex::new(None);
     let work = || {
@@ -193,9 +163,9 @@ fn write_all(parts: &[ExportPart], files: &[PartialFile<'_>], bar: &ProgressBar)
     failure.into_inner().map_or(Ok(()), Err)
 }
 
-fn write_part(part: &ExportPart, file: &PartialFile<'_>, buffer: &mut Vec<u8>) -> anyhow::Result<()> {
+fn write_part(part: &ExportPart, (file, open): &BegunFile<'_>, buffer: &mut Vec<u8>) -> anyhow::Result<()> {
     buffer.resize(usize::try_from(part.end - part.start)?, 0);
-    let made = file.open.make(part.start, buffer);
+    let made = open.make(part.start, buffer);
     made.with_context(|| format!("{}: bytes {}..{}", file.node.path, part.start, part.end))?;
     // Opened for each part: the files may be more than a process may have open.
     let target = File::options().write(true).open(&file.path);

@@ -2,7 +2,7 @@
 
 use std::{
     fs::{self, File},
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink},
     path::{Path, PathBuf},
 };
 
@@ -10,18 +10,65 @@ use anyhow::{Context, bail};
 use ckfs_host::if_there;
 use ckfs_volume::{Ino, Volume};
 
-use super::super::tree;
+use super::{super::tree, journal::Written};
 
 /// Bytes read at once.
 pub(super) const CHUNK_BYTES: usize = 8 << 20;
 
-/// The name of a node while it is not complete. Makes the directory for it.
-pub(super) fn partial_path(volume: &Volume, node: &tree::PathNode, directory: &Path) -> std::io::Result<PathBuf> {
-    let parent = node.path.rsplit_once('/').map_or("", |(parent, _)| parent);
-    create_directories(volume, parent, directory)?;
-    let mut partial = directory.join(&node.path).into_os_string();
+/// The name of a node of the mount while it is not complete.
+fn partial_path(target: &Path) -> PathBuf {
+    let mut partial = target.to_owned().into_os_string();
     partial.push(".part");
-    Ok(PathBuf::from(partial))
+    PathBuf::from(partial)
+}
+
+/// Makes a link in place of what is there, at once.
+pub(super) fn replace_link(to: impl AsRef<Path>, link: &Path) -> std::io::Result<()> {
+    let partial = partial_path(link);
+    if_there(fs::remove_file(&partial))?;
+    symlink(to, &partial)?;
+    fs::rename(&partial, link)
+}
+
+/// A file that is being written, under the name that it has until it is complete. Dropped before, it is removed.
+pub(super) struct PartialFile<'a> {
+    pub(super) node: &'a tree::PathNode,
+    pub(super) path: PathBuf,
+    target: PathBuf,
+}
+
+impl<'a> PartialFile<'a> {
+    /// Makes the file, and the directory for it.
+    pub(super) fn create(volume: &Volume, node: &'a tree::PathNode, directory: &Path) -> anyhow::Result<(Self, File)> {
+        let target = directory.join(&node.path);
+        let partial = Self { node, path: partial_path(&target), target };
+        let created = create_directories(volume, parent(&node.path), directory);
+        let file = created.and_then(|()| create_file(volume, node, &partial.path));
+        Ok((partial, file.with_context(|| directory.join(&node.path).display().to_string())?))
+    }
+
+    /// Syncs it, in which all bytes were written, gives it its name and notes that.
+    pub(super) fn complete(self, file: &File, written: &mut Written<'_>) -> anyhow::Result<()> {
+        let context = || self.path.display().to_string();
+        file.sync_all().with_context(context)?;
+        let found = file.metadata().with_context(context)?.len();
+        if found != self.node.attr.size_bytes {
+            bail!("{}: expected {} bytes, found {found}", self.path.display(), self.node.attr.size_bytes);
+        }
+        fs::rename(&self.path, &self.target).with_context(context)?;
+        written(&self.target)
+    }
+}
+
+impl Drop for PartialFile<'_> {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// The directory of a path of the mount.
+pub(super) fn parent(path: &str) -> &str {
+    path.rsplit_once('/').map_or("", |(parent, _)| parent)
 }
 
 /// Bits of the group.
@@ -74,7 +121,7 @@ fn create_directory(volume: &Volume, ino: Ino, target: &Path) -> std::io::Result
 }
 
 /// Makes a file that no more users may read than the mount's file.
-pub(super) fn create_file(volume: &Volume, node: &tree::PathNode, target: &Path) -> std::io::Result<File> {
+fn create_file(volume: &Volume, node: &tree::PathNode, target: &Path) -> std::io::Result<File> {
     // Other users may be able to read a file that an earlier export left.
     if_there(fs::remove_file(target))?;
     let mode = copy_mode(volume, node.attr.ino, nix::unistd::getegid().as_raw()) | 0o600;
@@ -83,15 +130,4 @@ pub(super) fn create_file(volume: &Volume, node: &tree::PathNode, target: &Path)
         file.set_permissions(narrower)?;
     }
     Ok(file)
-}
-
-/// Syncs a file in which all bytes were written.
-pub(super) fn finish(file: &File, node: &tree::PathNode, partial: &Path) -> anyhow::Result<()> {
-    let context = || partial.display().to_string();
-    file.sync_all().with_context(context)?;
-    let written = file.metadata().with_context(context)?.len();
-    if written != node.attr.size_bytes {
-        bail!("{}: expected {} bytes, found {written}", partial.display(), node.attr.size_bytes);
-    }
-    Ok(())
 }

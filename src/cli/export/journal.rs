@@ -152,14 +152,7 @@ fn text_of(path: &Path) -> anyhow::Result<Option<String>> {
 fn parsed(text: &str) -> (Option<&str>, HashMap<String, Value>) {
     let mut lines = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
     let head = lines.next();
-    let row = |line: &str| match serde_json::from_str(line) {
-        Ok(Value::Array(row)) => match row.as_slice() {
-            [Value::String(path), stamp] => Some((path.clone(), stamp.clone())),
-            _ => None,
-        },
-        Ok(_) | Err(_) => None,
-    };
-    (head, lines.filter_map(row).collect())
+    (head, lines.filter_map(|line| serde_json::from_str::<(String, Value)>(line).ok()).collect())
 }
 
 /// What the system says of a complete file. Whoever writes to it or replaces it changes one of these.
