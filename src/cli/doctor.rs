@@ -116,24 +116,19 @@ pub(super) fn device_problem() -> Option<String> {
 
 fn device() -> Check {
     let mode = fs::metadata("/dev/fuse").map_or(0, |metadata| metadata.permissions().mode() & 0o7777);
-    match device_problem() {
-        None => check("/dev/fuse", Verdict::Ok, format!("there, mode {mode:04o}, can be opened"), ""),
+    let (found, advice) = match device_problem() {
+        None => return check("/dev/fuse", Verdict::Ok, format!("there, mode {mode:04o}, can be opened"), ""),
         // A closed device is there.
-        Some(problem) if Path::new("/dev/fuse").exists() => check(
-            "/dev/fuse",
-            Verdict::Fail,
+        Some(problem) if Path::new("/dev/fuse").exists() => (
             format!("{problem}; mode {mode:04o}"),
-            "as root: chmod 666 /dev/fuse, or a udev rule; a container needs --device /dev/fuse --cap-add SYS_ADMIN. Without it \
-             `ckfs cat` and `ckfs export` work",
+            "as root: chmod 666 /dev/fuse, or a udev rule; a container needs --device /dev/fuse --cap-add SYS_ADMIN",
         ),
-        Some(problem) => check(
-            "/dev/fuse",
-            Verdict::Fail,
+        Some(problem) => (
             problem,
-            "load the module (modprobe fuse); give a container the device (--device /dev/fuse --cap-add SYS_ADMIN). Without it \
-             `ckfs cat` and `ckfs export` work",
+            "load the module (modprobe fuse); give a container the device (--device /dev/fuse --cap-add SYS_ADMIN)",
         ),
-    }
+    };
+    check("/dev/fuse", Verdict::Fail, found, format!("{advice}. Without it `ckfs cat` and `ckfs export` work"))
 }
 
 fn in_path(program: &str) -> Option<PathBuf> {

@@ -64,18 +64,18 @@ impl FetchCommand {
         }
         let failures = remote.counters().failures.load(Ordering::Relaxed);
         for view in &plans {
-            request(&checkpoint, remote, view, &bar, before.absent_bytes)?;
+            request(&checkpoint, remote, view, &bar)?;
         }
-        finish(remote, &bar, before.absent_bytes);
+        finish(remote, &bar);
         // What no view's tensors need: the other files. Nothing is requested between these spans. After a failure they are requested
         // one by one below, so that a service that is gone is waited for once.
         let failed = remote.counters().failures.load(Ordering::Relaxed) > failures;
         for (file, spans) in before.spans.iter().filter(|_| !failed) {
             for span in remote.absent_spans(*file, spans) {
-                offer(remote, *file, &[span], &bar, before.absent_bytes)?;
+                offer(remote, *file, &[span], &bar)?;
             }
         }
-        finish(remote, &bar, before.absent_bytes);
+        finish(remote, &bar);
         complete(&**checkpoint.source(), remote, &before)?;
         bar.finish_and_clear();
         let shared = remote.share()?;
@@ -140,11 +140,10 @@ fn request(
     remote: &dyn RemoteSource,
     view: &ViewPlan,
     bar: &ProgressBar,
-    total: u64,
 ) -> anyhow::Result<()> {
     let mut failure = None;
     let walked = view.plan.for_each_needed(checkpoint, &view.plan.devices, FETCHED_BYTES, &mut |file, spans| {
-        failure = offer(remote, file, spans, bar, total).err();
+        failure = offer(remote, file, spans, bar).err();
         failure.is_none()
     });
     walked.map_err(|reason| anyhow!("{reason}"))?;
@@ -152,30 +151,21 @@ fn request(
 }
 
 /// Requests spans, and waits while the source has enough requests.
-fn offer(
-    remote: &dyn RemoteSource,
-    file: FileId,
-    spans: &[ByteSpan],
-    bar: &ProgressBar,
-    total: u64,
-) -> anyhow::Result<()> {
+fn offer(remote: &dyn RemoteSource, file: FileId, spans: &[ByteSpan], bar: &ProgressBar) -> anyhow::Result<()> {
     while !remote.prefetch(file, spans) {
-        show(remote, bar, total);
+        show(remote, bar);
         // A cache that was full a moment ago refuses, although another process may have left it.
         let bytes = spans.iter().map(|span| span.len()).sum();
         let has_room = || {
             remote.cache_limit().is_some_and(|(_, limit)| limit.limit_bytes >= limit.used_bytes.saturating_add(bytes))
         };
         if remote.ahead_jobs() == 0 && !remote.prefetch(file, spans) && !has_room() {
-            bail!(
-                "the disk cache has no room for {} that these devices read: {}",
-                human_bytes(total),
-                limit_text(remote)
-            );
+            let (total, limit) = (human_bytes(bar.length().unwrap_or(0)), limit_text(remote));
+            bail!("the disk cache has no room for {total} that these devices read: {limit}");
         }
         thread::sleep(LOOK);
     }
-    show(remote, bar, total);
+    show(remote, bar);
     Ok(())
 }
 
@@ -196,17 +186,17 @@ fn limit_text(remote: &dyn RemoteSource) -> String {
 }
 
 /// Waits until all that was requested is here.
-fn finish(remote: &dyn RemoteSource, bar: &ProgressBar, total: u64) {
+fn finish(remote: &dyn RemoteSource, bar: &ProgressBar) {
     while remote.ahead_jobs() > 0 {
-        show(remote, bar, total);
+        show(remote, bar);
         thread::sleep(LOOK);
     }
 }
 
-fn show(remote: &dyn RemoteSource, bar: &ProgressBar, total: u64) {
+fn show(remote: &dyn RemoteSource, bar: &ProgressBar) {
     let fetched = remote.counters().fetched_bytes.load(Ordering::Relaxed);
     // Headers were fetched before, and count too.
-    bar.set_position(fetched.min(total));
+    bar.set_position(fetched.min(bar.length().unwrap_or(u64::MAX)));
 }
 
 /// Checks that the cache has everything, and says why if it does not.

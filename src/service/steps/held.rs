@@ -79,7 +79,7 @@ impl Run {
     /// [`NoStep::Absent`].
     pub fn held(&self, version: u64) -> Result<Option<HeldStep>, NoStep> {
         let slot = self.slots.get(version).ok_or(NoStep::Absent)?;
-        slot.note_used(self.begun);
+        slot.note_used();
         let content = match &*slot.state() {
             SlotState::Ready(content) => content.clone(),
             SlotState::Ended => return Err(NoStep::Absent),

@@ -46,7 +46,7 @@ impl Run {
     /// # Errors
     /// [`FsError::Io`]: it has ended, its storage does not answer, or its files are others than before.
     pub(super) fn content(self: &Arc<Self>, slot: &Arc<Slot>) -> Result<StepContent, FsError> {
-        slot.note_used(self.begun);
+        slot.note_used();
         let mut state = slot.state();
         loop {
             match &*state {
@@ -253,7 +253,7 @@ impl Run {
     /// just planned.
     pub(super) fn drop_idle(&self, kept: Option<u64>) {
         let newest = self.slots.newest().map(|slot| slot.index);
-        let mut idle: Vec<(u64, Arc<Slot>)> = Vec::new();
+        let mut idle: Vec<(Duration, Arc<Slot>)> = Vec::new();
         for slot in self.slots.left() {
             if matches!(&*slot.state(), SlotState::Absent) {
                 self.slots.forget(&slot);
@@ -261,16 +261,15 @@ impl Run {
         }
         for (slot, volume) in self.volumes() {
             if !volume.has_open_files() && ![kept, newest].contains(&Some(slot.index)) {
-                idle.push((slot.idle_ms(self.begun), slot));
+                idle.push((slot.idle(), slot));
             }
         }
         // Those used last come first.
-        idle.sort_by_key(|(idle_ms, slot)| (*idle_ms, Reverse(slot.index)));
+        idle.sort_by_key(|(idle, slot)| (*idle, Reverse(slot.index)));
         let (mut weight, mut dropped) = (0_u64, false);
-        for (place, (idle_ms, slot)) in idle.iter().enumerate() {
+        for (place, (time, slot)) in idle.iter().enumerate() {
             weight = weight.saturating_add(slot.weight.load(Ordering::Relaxed));
-            let is_old = *idle_ms > u64::try_from(IDLE.as_millis()).unwrap_or(u64::MAX);
-            if is_old || weight > IDLE_WEIGHT_MAX || place >= IDLE_MAX {
+            if *time > IDLE || weight > IDLE_WEIGHT_MAX || place >= IDLE_MAX {
                 let Some(volume) = slot.take_unused() else { continue };
                 self.part_with(volume);
                 self.counts.dropped.fetch_add(1, Ordering::Relaxed);

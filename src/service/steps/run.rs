@@ -10,7 +10,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::{Instant, SystemTime},
+    time::SystemTime,
 };
 
 use ckfs_checkpoint::runs::StepDirectory;
@@ -70,7 +70,6 @@ pub struct RunState {
     pub(super) budget: Budget,
     pub(super) metrics: Metrics,
     pub(super) waits: Arc<WaitRegistry>,
-    pub(super) begun: Instant,
     pub(super) modified: RwLock<SystemTime>,
     pub(super) permission: Permission,
     pub(super) own_permission: [Permission; 2],
@@ -146,7 +145,6 @@ impl Run {
             budget,
             metrics: Metrics::default(),
             waits: later_waits,
-            begun: Instant::now(),
             modified: RwLock::new(SystemTime::now()),
             counts: RunCounts::default(),
             retired: Mutex::default(),

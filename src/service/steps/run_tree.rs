@@ -147,13 +147,19 @@ impl RunNodes<'_> {
         self.content(slot).ok_or(FsError::Io)
     }
 
+    /// The step that a node is in, and its number there; none for a node of the run, such as the root of a step.
+    fn inside(&self, ino: Ino) -> Result<Option<(StepContent, Ino)>, FsError> {
+        let NodeOf::InStep(slot, inner) = self.run.node(ino)? else { return Ok(None) };
+        Ok(if inner == Ino::ROOT { None } else { Some((self.planned(&slot)?, inner)) })
+    }
+
     fn slot_attr(&self, slot: &Slot, inner: Ino) -> Result<Attr, FsError> {
         let Some(content) = self.content(slot) else {
             // A listing of the root plans nothing.
             return if inner == Ino::ROOT { Ok(slot.plain_attr()) } else { Err(FsError::Io) };
         };
         let attr = content.nodes().attr(inner)?;
-        slot.note_used(self.run.begun);
+        slot.note_used();
         Ok(Attr { ino: slot.outer(attr.ino), ..attr })
     }
 
@@ -251,33 +257,22 @@ impl Nodes for RunNodes<'_> {
     }
 
     fn read_link(&self, ino: Ino) -> Result<Vec<u8>, FsError> {
-        match self.run.node(ino)? {
-            NodeOf::Latest => {
-                let found = self.run.latest_attr();
-                found.map(|(number, _)| number.to_string().into_bytes()).ok_or(FsError::NotFound)
-            }
-            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => self.planned(&slot)?.nodes().read_link(inner),
-            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) => Err(FsError::Invalid),
+        if matches!(self.run.node(ino)?, NodeOf::Latest) {
+            let found = self.run.latest_attr();
+            return found.map(|(number, _)| number.to_string().into_bytes()).ok_or(FsError::NotFound);
         }
+        self.inside(ino)?.map_or(Err(FsError::Invalid), |(content, inner)| content.nodes().read_link(inner))
     }
 
     fn xattr(&self, ino: Ino, name: &[u8]) -> Result<Vec<u8>, FsError> {
         if !name.starts_with(b"user.") {
             return Err(FsError::Unsupported);
         }
-        match self.run.node(ino)? {
-            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => self.planned(&slot)?.nodes().xattr(inner, name),
-            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) | NodeOf::Latest => {
-                Err(FsError::NoAttribute)
-            }
-        }
+        self.inside(ino)?.map_or(Err(FsError::NoAttribute), |(content, inner)| content.nodes().xattr(inner, name))
     }
 
     fn xattr_names(&self, ino: Ino) -> Result<Vec<Vec<u8>>, FsError> {
-        match self.run.node(ino)? {
-            NodeOf::InStep(slot, inner) if inner != Ino::ROOT => self.planned(&slot)?.nodes().xattr_names(inner),
-            NodeOf::InStep(..) | NodeOf::Root | NodeOf::Own | NodeOf::OwnFile(_) | NodeOf::Latest => Ok(Vec::new()),
-        }
+        self.inside(ino)?.map_or(Ok(Vec::new()), |(content, inner)| content.nodes().xattr_names(inner))
     }
 
     fn is_fixed(&self, ino: Ino) -> bool {
@@ -306,7 +301,7 @@ impl FileSystem for RunTree {
         let held = match self.0.slots.get(index) {
             Some(slot) => match slot.content() {
                 Some(content) => {
-                    slot.note_used(self.0.begun);
+                    slot.note_used();
                     Some((slot, content))
                 }
                 None if Ino(inner) == Ino::ROOT && scope == NodeScope::Itself => None,

@@ -3,7 +3,7 @@
 use std::{
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant, SystemTime},
 };
@@ -89,9 +89,9 @@ pub(super) struct Slot {
     pub(super) weight: AtomicU64,
     /// The largest chunk that is decoded whole, in bytes.
     pub(super) chunk_bytes: AtomicU64,
+    made: Instant,
+    /// Milliseconds from then to the last request.
     used_ms: AtomicU64,
-    /// Whether the root shows it.
-    pub(super) is_listed: AtomicBool,
     /// The waits of the thread that plans it.
     waits: Mutex<Option<Arc<WaitRegistry>>>,
 }
@@ -108,8 +108,8 @@ impl Slot {
             average: OnceLock::new(),
             weight: AtomicU64::new(0),
             chunk_bytes: AtomicU64::new(0),
+            made: Instant::now(),
             used_ms: AtomicU64::new(0),
-            is_listed: AtomicBool::new(true),
             waits: Mutex::default(),
         }
     }
@@ -151,14 +151,15 @@ impl Slot {
         self.content()?.volume().ok().cloned()
     }
 
-    /// Notes a request, `begun` being the start of the run's clock.
-    pub(super) fn note_used(&self, begun: Instant) {
-        self.used_ms.store(elapsed_ms(begun), Ordering::Relaxed);
+    /// Notes a request.
+    pub(super) fn note_used(&self) {
+        let used = self.made.elapsed().as_millis();
+        self.used_ms.store(u64::try_from(used).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// Time since the last request, in milliseconds.
-    pub(super) fn idle_ms(&self, begun: Instant) -> u64 {
-        elapsed_ms(begun).saturating_sub(self.used_ms.load(Ordering::Relaxed))
+    /// Time since the last request.
+    pub(super) fn idle(&self) -> Duration {
+        self.made.elapsed().saturating_sub(Duration::from_millis(self.used_ms.load(Ordering::Relaxed)))
     }
 
     /// Takes the volume out, if no request and no reader uses it.
@@ -210,8 +211,4 @@ impl Slot {
             buffer_bytes: BUFFER_BYTES,
         }
     }
-}
-
-fn elapsed_ms(begun: Instant) -> u64 {
-    u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX)
 }

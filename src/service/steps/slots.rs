@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Arc, atomic::Ordering},
+    sync::Arc,
 };
 
 use ckfs_volume::{Permission, Volume};
@@ -139,7 +139,6 @@ impl Slots {
             }
             if is_listed {
                 inside.listed.remove(&slot.step.number);
-                slot.is_listed.store(false, Ordering::Relaxed);
             }
             if !are_there(&slot.step) {
                 inside.slots.remove(&slot.index);
@@ -159,7 +158,6 @@ impl Slots {
                 changes.new.push(Arc::clone(&slot));
                 slot
             });
-            slot.is_listed.store(true, Ordering::Relaxed);
             inside.listed.insert(step.number, slot.index);
         }
         let after = inside.listed.last_key_value().map(|(number, _)| *number);
