@@ -3,15 +3,14 @@
 #[cfg(feature = "stores")]
 mod bucket;
 mod chunked;
+mod directory;
 mod files;
 mod journal;
 mod parts;
 mod task;
 
 use std::{
-    ffi::OsString,
-    fs::{self, File},
-    os::unix::ffi::OsStringExt,
+    fs,
     path::{Path, PathBuf},
 };
 
@@ -22,16 +21,16 @@ use ckfs_plan::report::human_bytes;
 use ckfs_service::identity::{self, IdentityScope};
 #[cfg(feature = "stores")]
 use ckfs_source::remote::Bucket;
-use ckfs_volume::{FileSystem, NodeKind, Volume};
+use ckfs_volume::{NodeKind, Volume};
 use clap::Args;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
 
 #[cfg(feature = "stores")]
 use self::bucket::BucketExport;
 use self::{
-    files::{CHUNK_BYTES, PartialFile, create_directories, create_target, parent, replace_link},
-    journal::{BusyTarget, CompleteFiles, Journal, Written, complete, completed, end_of_tasks, interrupted, state},
+    directory::{DirectoryExport, sync_directory},
+    files::{create_target, replace_link},
+    journal::{BusyTarget, Journal, complete, completed, end_of_tasks, interrupted},
     parts::shares,
     task::{ExportPart, ExportTask},
 };
@@ -91,18 +90,6 @@ pub(super) struct Export {
     json: bool,
     #[command(flatten)]
     flags: SourceFlags,
-}
-
-/// A bar on standard error, where that is a terminal.
-pub(super) fn bar(bytes: u64, log: &LogFlags) -> ProgressBar {
-    let bar = ProgressBar::new(bytes);
-    // The bar hides itself if standard error is not a terminal.
-    bar.set_draw_target(if log.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() });
-    let template = "{bar:30} {percent:>3} %  {bytes} of {total_bytes}  {binary_bytes_per_sec}  {eta}  {wide_msg}";
-    if let Ok(style) = ProgressStyle::with_template(template) {
-        bar.set_style(style);
-    }
-    bar
 }
 
 /// A path without links or `..`, as far as it exists.
@@ -201,21 +188,14 @@ impl Export {
         let part = self.task().unwrap_or(ExportTask { number: 1, of: 1 });
         let shares = shares(&volume, &nodes, part)?;
         let mut told = Told { export: self, log, place: Path::new(address), nodes: shares.of(part), kept_files: 0 };
-        let bar = bar(tree::total_bytes(told.nodes), log);
+        let bar = output::bar(tree::total_bytes(told.nodes), log);
         let (digest, force) = (digest(&volume), self.force);
         let (volume, bucket, digest) = (&volume, &bucket, digest.as_str());
         let export = BucketExport { volume, bucket, address, digest, part, shares: &shares, force, bar: &bar };
-        let done = export.run(&nodes)?;
+        let (kept_files, is_complete) = export.run(&nodes)?;
         bar.finish_and_clear();
-        told.kept_files = done.kept_files;
-        let words = if self.task().is_none() {
-            ""
-        } else if done.is_complete {
-            ALL
-        } else {
-            OTHERS
-        };
-        let written = told.done(words, done.is_complete);
+        told.kept_files = kept_files;
+        let written = told.done(None, is_complete);
         if self.json { output::print_json(&written) } else { Ok(()) }
     }
 
@@ -234,22 +214,17 @@ impl Export {
             return Err(inside_source(directory, root));
         }
         let digest = digest(&volume);
-        let now = || state_of(&volume, &nodes, directory, &digest);
-        let is_complete = || {
-            let left = completed(directory);
-            Ok::<_, anyhow::Error>(left.is_some() && now()? == left)
-        };
-        let shares = self.task().map(|part| shares(&volume, &nodes, part)).transpose()?;
-        let mine = match (&shares, self.task()) {
-            (Some(shares), Some(part)) => shares.of(part),
-            (None, _) | (_, None) => &nodes,
-        };
+        let to = DirectoryExport { volume: &volume, directory, digest: &digest, log };
+        let is_complete = || to.is_complete(&nodes);
+        let shares_of = |part| Ok::<_, anyhow::Error>((part, shares(&volume, &nodes, part)?));
+        let tasks = self.task().map(shares_of).transpose()?;
+        let mine = tasks.as_ref().map_or(&nodes[..], |(part, shares)| shares.of(*part));
         let mut told = Told { export: self, log, place: directory, nodes: mine, kept_files: 0 };
         let others = interrupted(directory);
-        if !self.force && (others.is_empty() || self.task().is_some()) {
+        if !self.force && (others.is_empty() || tasks.is_some()) {
             if is_complete()? {
                 told.kept_files = mine.iter().filter(|node| node.attr.kind == NodeKind::File).count();
-                return Ok(told.done(": complete already", true));
+                return Ok(told.done(Some(": complete already"), true));
             }
             let is_ours = journal.as_ref().is_some_and(|journal| journal.has_begun(directory)) || !others.is_empty();
             if !is_ours && fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some()) {
@@ -267,52 +242,50 @@ impl Export {
         };
         // The task that has found all complete may have removed the journals just now, and said so before.
         if !self.force
-            && self.task().is_some()
+            && tasks.is_some()
             && is_complete()?
             && let Some(own) = own.take()
         {
             own.end()?;
-            return Ok(told.done(": complete already", true));
+            return Ok(told.done(Some(": complete already"), true));
         }
         let Some(journal) = journal.or(own.as_mut()) else { bail!("export without a journal") };
-        if self.task().is_some() {
+        if tasks.is_some() {
             journal.note_share(false)?;
         }
-        told.kept_files = write_nodes(&volume, mine, directory, &digest, journal, log)?;
+        told.kept_files = to.write_all(mine, journal)?;
         let mut last = None;
-        if let (Some(part), Some(shares)) = (self.task(), &shares) {
+        if let Some((part, shares)) = &tasks {
             journal.note_share(true)?;
-            let are_complete = |part| share_is_complete(directory, part, &what, shares.of(part), &digest);
-            if !part.all().map(are_complete).collect::<anyhow::Result<Vec<_>>>()?.iter().all(|is_there| *is_there) {
-                // The task that has found all complete may have removed their journals.
-                let is_complete = is_complete()?;
-                let words = if is_complete { ALL } else { OTHERS };
-                return Ok(told.done(words, is_complete));
+            for task in part.all() {
+                if !to.share_is_complete(task, &what, shares.of(task))? {
+                    // The task that has found all complete may have removed their journals.
+                    return Ok(told.done(None, is_complete()?));
+                }
             }
             last = match Journal::open(directory, None, &what, false) {
                 Err(error) if error.is::<BusyTarget>() => {
-                    return Ok(told.done("; another task writes the last files", false));
+                    return Ok(told.done(Some("; another task writes the last files"), false));
                 }
                 opened => Some(opened?),
             };
             if let Some(journal) = &mut last {
-                write_nodes(&volume, &shares.last, directory, &digest, journal, log)?;
+                to.write_all(&shares.last, journal)?;
             }
         }
-        let is_noted = now()?.is_some_and(|state| complete(directory, &state));
+        let is_noted = to.state(&nodes)?.is_some_and(|state| complete(directory, &state));
         sync_directory(directory)?;
-        match (self.task(), own, last) {
+        match (&tasks, own, last) {
             // Where nothing tells that the export is complete, the journals do.
             (Some(_), ..) if !is_noted => {}
-            (Some(part), _, Some(last)) => {
-                end_of_tasks(directory, part)?;
+            (Some((part, _)), _, Some(last)) => {
+                end_of_tasks(directory, *part)?;
                 last.end()?;
             }
             (None, Some(own), _) => own.end()?,
             (..) => {}
         }
-        let words = if self.task().is_some() { ALL } else { "" };
-        Ok(told.done(words, true))
+        Ok(told.done(None, true))
     }
 }
 
@@ -321,10 +294,6 @@ fn share_a_place(one: &str, other: &str) -> bool {
     let place = |address: &str| address.split_once("://").map(|(_, rest)| format!("{}/", rest.trim_end_matches('/')));
     place(one).zip(place(other)).is_some_and(|(one, other)| one.starts_with(&other) || other.starts_with(&one))
 }
-
-/// What a task says that finds the others complete, and one that does not.
-const ALL: &str = "; all parts are complete";
-const OTHERS: &str = "; other parts are not complete yet";
 
 fn one_checkpoint(what: &str) -> anyhow::Error {
     let message =
@@ -342,7 +311,13 @@ struct Told<'a> {
 }
 
 impl Told<'_> {
-    fn done(&self, words: &str, is_complete: bool) -> Value {
+    /// Tells how many files are there, and, unless other words say it, whether those of all tasks are.
+    fn done(&self, words: Option<&str>, is_complete: bool) -> Value {
+        let words = words.unwrap_or(match (self.export.task(), is_complete) {
+            (None, _) => "",
+            (Some(_), true) => "; all parts are complete",
+            (Some(_), false) => "; other parts are not complete yet",
+        });
         let (total, count) =
             (tree::total_bytes(self.nodes), |kind| self.nodes.iter().filter(|node| node.attr.kind == kind).count());
         let files = count(NodeKind::File);
@@ -363,105 +338,12 @@ impl Told<'_> {
     }
 }
 
-/// Whether a task has completed its files, and they are unchanged.
-fn share_is_complete(
-    directory: &Path,
-    part: ExportTask,
-    what: &str,
-    nodes: &[tree::PathNode],
-    digest: &str,
-) -> anyhow::Result<bool> {
-    let done = CompleteFiles::of_task(directory, part, what)?;
-    let is_there = |done: &CompleteFiles| nodes.iter().all(|node| done.has(&directory.join(&node.path), digest));
-    Ok(done.is_some_and(|done| done.is_share() && is_there(&done)))
-}
-
-/// Writes what the journal does not say to be complete, and returns how many files it does.
-fn write_nodes(
-    volume: &Volume,
-    nodes: &[tree::PathNode],
-    directory: &Path,
-    digest: &str,
-    journal: &mut Journal,
-    log: &LogFlags,
-) -> anyhow::Result<usize> {
-    let total = tree::total_bytes(nodes);
-    let (kept, missing) = kept_and_missing(volume, nodes, directory, digest, journal)?;
-    let kept_bytes = tree::total_bytes(&kept);
-    if !kept.is_empty() && !log.quiet {
-        let (count, kept, all) = (kept.len(), human_bytes(kept_bytes), human_bytes(total));
-        ckfs_host::tell(&format!("ckfs: {count} files, {kept} of {all}, are complete already\n"));
-    }
-    check_room(directory, total - kept_bytes)?;
-    let bar = bar(total, log);
-    bar.inc(kept_bytes);
-    let (chunked, others) = chunked::split(volume, &missing)?;
-    let mut written = |path: &Path| journal.note(path, digest);
-    for node in others {
-        bar.set_message(node.path.clone());
-        write_node(volume, node, directory, &bar, &mut written)?;
-    }
-    chunked::write(volume, &chunked, directory, &bar, &mut written)?;
-    ckfs_service::check_sources(volume).inspect_err(|_| remove_wrong(volume, nodes, directory))?;
-    for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::Directory) {
-        sync_directory(&directory.join(&node.path))?;
-    }
-    bar.finish_and_clear();
-    Ok(kept.len())
-}
-
 /// The digest of what is exported, and by which program.
 fn digest(volume: &Volume) -> String {
     let checkpoint = volume.engine().checkpoint();
     let commit = |plan| identity::commit(checkpoint, plan, IdentityScope::FileSystem);
     let views: Vec<String> = volume.plans().iter().map(|plan| commit(plan)).collect();
     identity::of_views(views.iter().map(|commit| (env!("CKFS_COMMIT"), commit.as_str())))
-}
-
-/// Whether a node is a file of which the digest tells. It says nothing of texts about the mount.
-fn has_stamp(volume: &Volume, node: &tree::PathNode) -> anyhow::Result<bool> {
-    let ino = node.attr.ino;
-    let has_image = || Ok::<_, anyhow::Error>(volume.image(ino).with_context(|| node.path.clone())?.is_some());
-    Ok(node.attr.kind == NodeKind::File && (volume.original(ino).is_some() || has_image()?))
-}
-
-/// The state of the files of an export, if all are there.
-fn state_of(
-    volume: &Volume,
-    nodes: &[tree::PathNode],
-    directory: &Path,
-    digest: &str,
-) -> anyhow::Result<Option<String>> {
-    let path = |node: &tree::PathNode| Ok((directory.join(&node.path), has_stamp(volume, node)?));
-    let paths: Vec<_> = nodes.iter().map(path).collect::<anyhow::Result<_>>()?;
-    Ok(state(digest, paths.into_iter()))
-}
-
-/// The files that an interrupted export has left complete, and everything else.
-fn kept_and_missing(
-    volume: &Volume,
-    nodes: &[tree::PathNode],
-    directory: &Path,
-    digest: &str,
-    journal: &Journal,
-) -> anyhow::Result<(Vec<tree::PathNode>, Vec<tree::PathNode>)> {
-    let (mut kept, mut missing) = (Vec::new(), Vec::new());
-    for node in nodes {
-        let is_kept = journal.done.has(&directory.join(&node.path), digest) && has_stamp(volume, node)?;
-        if is_kept { &mut kept } else { &mut missing }.push(node.clone());
-    }
-    Ok((kept, missing))
-}
-
-/// Removes the files that were written from sources found wrong at the end.
-fn remove_wrong(volume: &Volume, nodes: &[tree::PathNode], directory: &Path) {
-    for node in nodes.iter().filter(|node| node.attr.kind == NodeKind::File && volume.needs_poisoned(node.attr.ino)) {
-        let path = directory.join(&node.path);
-        match fs::remove_file(&path) {
-            Ok(()) => tracing::error!("{}: removed: its source is wrong", path.display()),
-            Err(error) => tracing::error!("{}: its source is wrong, and it cannot be removed: {error}", path.display()),
-        }
-    }
 }
 
 fn inside_source(directory: &Path, source: &Path) -> anyhow::Error {
@@ -493,47 +375,5 @@ fn check_target(directory: &Path, source: Option<&str>, force: bool) -> anyhow::
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error).with_context(|| directory.display().to_string()),
-    }
-}
-
-fn check_room(directory: &Path, bytes: u64) -> anyhow::Result<()> {
-    let stat = nix::sys::statvfs::statvfs(directory).with_context(|| directory.display().to_string())?;
-    let free = stat.blocks_available().saturating_mul(stat.fragment_size());
-    if free < bytes {
-        bail!("{}: {} are needed, {} are free", directory.display(), human_bytes(bytes), human_bytes(free));
-    }
-    Ok(())
-}
-
-fn sync_directory(path: &Path) -> anyhow::Result<()> {
-    File::open(path).and_then(|directory| directory.sync_all()).with_context(|| path.display().to_string())
-}
-
-fn write_node(
-    volume: &Volume,
-    node: &tree::PathNode,
-    directory: &Path,
-    bar: &ProgressBar,
-    written: &mut Written<'_>,
-) -> anyhow::Result<()> {
-    let target = directory.join(&node.path);
-    let context = || target.display().to_string();
-    match node.attr.kind {
-        NodeKind::Directory => create_directories(volume, &node.path, directory).with_context(context),
-        NodeKind::Symlink => {
-            create_directories(volume, parent(&node.path), directory).with_context(context)?;
-            let link = volume.read_link(node.attr.ino).with_context(context)?;
-            replace_link(OsString::from_vec(link), &target).with_context(context)
-        }
-        NodeKind::File => {
-            let (partial, file) = PartialFile::create(volume, node, directory)?;
-            let open = tree::OpenNode::open(volume, node)?;
-            tree::stream(&open, &node.path, (0, node.attr.size_bytes), CHUNK_BYTES, &mut |bytes| {
-                bytes.write_to(&file).with_context(|| partial.path.display().to_string())?;
-                bar.inc(bytes.len() as u64);
-                Ok(())
-            })?;
-            partial.complete(&file, written)
-        }
     }
 }

@@ -13,7 +13,6 @@ use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
 use super::{
-    export::bar,
     flags::{LogFlags, SourceFlags},
     open, output,
     paragraph::filled,
@@ -58,7 +57,7 @@ impl FetchCommand {
             let text = "{source}: its files are on this machine; there is nothing to fetch\n";
             return output::print_either(self.json, &told, || filled(text, &told));
         };
-        let bar = bar(before.absent_bytes, log);
+        let bar = output::bar(before.absent_bytes, log);
         if remote.cache_limit().is_none() {
             bail!("{label}: no disk cache keeps what would be fetched; --cache-dir names a directory with room");
         }

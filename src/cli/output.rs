@@ -12,10 +12,11 @@ use std::{
 use anyhow::Context;
 use ckfs_checkpoint::printable_lines;
 use ckfs_source::Served;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use serde_json::json;
 
-use super::hint::hint;
+use super::{flags::LogFlags, hint::hint};
 
 /// A usage error; exit code 2.
 #[derive(Debug, thiserror::Error)]
@@ -156,6 +157,18 @@ pub(super) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
 }
 
 /// Writes the bytes of a read to standard output.
+/// A bar on standard error, where that is a terminal.
+pub(super) fn bar(bytes: u64, log: &LogFlags) -> ProgressBar {
+    let bar = ProgressBar::new(bytes);
+    // The bar hides itself if standard error is not a terminal.
+    bar.set_draw_target(if log.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() });
+    let template = "{bar:30} {percent:>3} %  {bytes} of {total_bytes}  {binary_bytes_per_sec}  {eta}  {wide_msg}";
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+    bar
+}
+
 /// Prints what was found: as JSON, or the text that tells it.
 pub(super) fn print_either(as_json: bool, value: &impl Serialize, text: impl FnOnce() -> String) -> anyhow::Result<()> {
     if as_json { print_json(value) } else { print(&text()) }

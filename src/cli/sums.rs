@@ -27,7 +27,6 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{
-    export::bar,
     flags::{LogFlags, SourceFlags},
     open, output,
     paragraph::counted,
@@ -193,7 +192,7 @@ fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFla
     let read = checkpoint.files().iter().filter(|file| matches!(file.role, FileRole::Weights | FileRole::Other));
     let read: Vec<(&str, FileId)> = read.filter_map(|file| Some((file.path.as_str(), file.file?))).collect();
     let source_bytes: u64 = read.iter().map(|(_, file)| checkpoint.source().len_bytes(*file)).sum();
-    let bar = bar(source_bytes.saturating_add(tree::total_bytes(&nodes)), log);
+    let bar = output::bar(source_bytes.saturating_add(tree::total_bytes(&nodes)), log);
     let sources: BTreeMap<FileId, String> = read
         .par_iter()
         .map(|(path, file)| Ok((*file, source_digest(checkpoint, *file, &bar).with_context(|| (*path).to_owned())?)))

@@ -26,7 +26,6 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::{
-    export::bar,
     flags::{LogFlags, SourceFlags},
     open, output, steps, sums, tree,
 };
@@ -225,7 +224,7 @@ fn verify(
 ) -> anyhow::Result<Verification> {
     let volume = open::volume(config)?;
     let nodes = tree::select(&volume, only, "verify", &|node| node.attr.kind == NodeKind::File)?;
-    let bar = bar(nodes.iter().map(|node| node.attr.size_bytes.min(amount)).fold(0, u64::saturating_add), log);
+    let bar = output::bar(nodes.iter().map(|node| node.attr.size_bytes.min(amount)).fold(0, u64::saturating_add), log);
     let scales = KnownScales::default();
     let of_file = |node: &tree::PathNode| {
         let result = verify_file(&volume, mount, node, amount, &scales, &bar);

@@ -36,21 +36,14 @@ pub(super) struct BucketExport<'a> {
     pub(super) bar: &'a ProgressBar,
 }
 
-/// What a task has done.
-pub(super) struct Outcome {
-    /// Files of its share that were complete before.
-    pub(super) kept_files: usize,
-    /// Whether the export is complete.
-    pub(super) is_complete: bool,
-}
-
 fn is_file(node: &PathNode) -> bool {
     node.attr.kind == NodeKind::File
 }
 
 impl BucketExport<'_> {
-    /// Writes the share of the task, and the last objects if all shares are there.
-    pub(super) fn run(&self, nodes: &[PathNode]) -> anyhow::Result<Outcome> {
+    /// Writes the share of the task, and the last objects if all shares are there. Returns how many files of the share were
+    /// complete before, and whether the export is complete.
+    pub(super) fn run(&self, nodes: &[PathNode]) -> anyhow::Result<(usize, bool)> {
         let (bucket, part, mine) = (self.bucket, self.part, self.shares.of(self.part));
         let what = part.what(self.digest, nodes);
         let there = bucket.list()?;
@@ -63,7 +56,7 @@ impl BucketExport<'_> {
             let is_whole =
                 !there.contains_key(CLAIM) && missing.is_empty() && nodes.iter().all(|node| is_listed(node, &there));
             if is_whole && self.missing(&self.shares.last, &there)?.is_empty() {
-                return Ok(Outcome { kept_files, is_complete: true });
+                return Ok((kept_files, true));
             }
             let known: HashSet<&str> = nodes.iter().map(|node| node.path.as_str()).collect();
             let is_other = |name: &&String| !name.starts_with(CLAIM) && !known.contains(name.as_str());
@@ -81,7 +74,7 @@ impl BucketExport<'_> {
         if !there.contains_key(CLAIM) {
             // Another task has found all complete meanwhile.
             bucket.remove(&mark_of(part))?;
-            return Ok(Outcome { kept_files, is_complete: true });
+            return Ok((kept_files, true));
         }
         for other in part.all() {
             let is_there = self.shares.of(other).iter().all(|node| is_listed(node, &there));
@@ -89,7 +82,7 @@ impl BucketExport<'_> {
                 || !there.contains_key(&mark_of(other))
                 || bucket.text_of(&mark_of(other))?.as_ref() != Some(&what)
             {
-                return Ok(Outcome { kept_files, is_complete: false });
+                return Ok((kept_files, false));
             }
         }
         self.check_claim(&what)?;
@@ -97,7 +90,7 @@ impl BucketExport<'_> {
         // A task that comes now finds all complete, and leaves no mark.
         bucket.remove(CLAIM)?;
         part.all().try_for_each(|other| bucket.remove(&mark_of(other)))?;
-        Ok(Outcome { kept_files, is_complete: true })
+        Ok((kept_files, true))
     }
 
     /// Checks that the tasks that are at work there, if any, are of the same export.

@@ -54,7 +54,7 @@ pub(super) struct ChunkedFile<'a> {
 /// The files of which several parts need decoded chunks, and all other nodes.
 pub(super) fn split<'a>(
     volume: &Volume,
-    nodes: &'a [tree::PathNode],
+    nodes: Vec<&'a tree::PathNode>,
 ) -> anyhow::Result<(Vec<ChunkedFile<'a>>, Vec<&'a tree::PathNode>)> {
     let (mut chunked, mut others) = (Vec::new(), Vec::new());
     for node in nodes {
