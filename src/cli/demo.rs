@@ -16,7 +16,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::{
-    doctor::{self, Cleanup},
+    doctor::{self, Trial},
     flags::{LogFlags, LoggingFlags},
     mount, output,
     verify::verify_mount,
@@ -58,13 +58,11 @@ impl Demo {
         if fs::read_dir(&directory).is_ok_and(|mut entries| entries.next().is_some()) {
             bail!("{}: not empty", directory.display());
         }
-        let (model, mountpoint) = (directory.join("model"), directory.join("mnt"));
         let no_device = doctor::device_problem();
         // Without a mount, the user can still try the checkpoint.
-        let mut cleanup = Cleanup { directory: directory.clone(), mounted: false, keep: self.keep };
-        for new in [&model, &mountpoint] {
-            fs::create_dir_all(new).with_context(|| new.display().to_string())?;
-        }
+        let mut trial = Trial::at(&directory)?;
+        trial.keep = self.keep;
+        let (model, mountpoint) = (trial.model.clone(), trial.mountpoint.clone());
         let bytes = write_model(&model)?;
         output::print(&format!(
             "1. a llama-like checkpoint of {LAYERS} layers, {} in 2 files:\n   {}\n\n",
@@ -72,7 +70,7 @@ impl Demo {
             model.display()
         ))?;
         if let Some(problem) = no_device {
-            cleanup.keep = true;
+            trial.keep = true;
             output::print(&format!(
                 "2. it cannot be mounted on this host. Without a mount:\n   \
                  ckfs plan {model} --mesh {MESH}\n   \
@@ -85,7 +83,7 @@ impl Demo {
         }
         let args = ["mount", &model.display().to_string(), &mountpoint.display().to_string(), "--mesh", MESH];
         mount::start(&args.map(Into::into), &mountpoint, Duration::from_mins(1))?;
-        cleanup.mounted = true;
+        trial.mounted = true;
         output::print(&format!("2. ckfs mount {} {} --mesh {MESH}\n", model.display(), mountpoint.display()))?;
         output::print(&format!("{}\n", directories(&mountpoint)?))?;
         output::print(&shard_text(&mountpoint)?)?;
@@ -94,7 +92,7 @@ impl Demo {
         findings.verdict()?;
         output::print(&format!("4. ckfs verify {}: {}, no difference\n\n", mountpoint.display(), findings.summary()))?;
         output::print(&next(self.keep, &mountpoint))?;
-        cleanup.run()
+        trial.end()
     }
 }
 

@@ -176,74 +176,60 @@ fn rights() -> Vec<Check> {
 }
 
 /// Removes a directory with a checkpoint in `model/` and a mount on `mnt/`, unless `keep` is set.
-pub(super) struct Cleanup {
-    pub(super) directory: PathBuf,
+pub(super) struct Trial {
+    directory: PathBuf,
+    pub(super) model: PathBuf,
+    pub(super) mountpoint: PathBuf,
     pub(super) mounted: bool,
     pub(super) keep: bool,
 }
 
-impl Cleanup {
-    pub(super) fn run(&mut self) -> anyhow::Result<()> {
+impl Trial {
+    /// Makes the directories for a checkpoint and its mount.
+    pub(super) fn at(directory: &Path) -> anyhow::Result<Self> {
+        let (model, mountpoint) = (directory.join("model"), directory.join("mnt"));
+        for new in [&model, &mountpoint] {
+            let made = fs::create_dir_all(new).with_context(|| new.display().to_string());
+            made.inspect_err(|_| drop((fs::remove_dir(&model), fs::remove_dir(directory))))?;
+        }
+        Ok(Self { directory: directory.to_owned(), model, mountpoint, mounted: false, keep: false })
+    }
+
+    /// With a small checkpoint, and the bytes of its file: in the directory for temporary files, or where that takes none (a read-only
+    /// root, a full disk), in another usual one.
+    fn small(name: &str) -> anyhow::Result<(Self, Vec<u8>)> {
+        let below = |place: &Path| {
+            let trial = Self::at(&place.join(format!("{name}-{}", std::process::id())))?;
+            let file = write_trial(&trial.model)?;
+            Ok((trial, file))
+        };
+        let given = env::temp_dir();
+        below(&given).or_else(|error| {
+            let others = ["/dev/shm", "/var/tmp"].map(Path::new).into_iter().filter(|other| *other != given);
+            others.map(below).find_map(Result::ok).ok_or(error)
+        })
+    }
+
+    pub(super) fn end(&mut self) -> anyhow::Result<()> {
         if self.mounted && !self.keep {
             let options = UnmountOptions { wait: Duration::from_secs(5), ..UnmountOptions::default() };
-            unmount(&self.directory.join("mnt"), options)?;
+            unmount(&self.mountpoint, options)?;
             self.mounted = false;
         }
         if !self.keep && self.directory.exists() {
             // A recursive removal must never enter a mount: it runs only after the unmount.
-            fs::remove_dir(self.directory.join("mnt")).context("mnt")?;
-            fs::remove_dir_all(self.directory.join("model")).context("model")?;
+            fs::remove_dir(&self.mountpoint).context("mnt")?;
+            fs::remove_dir_all(&self.model).context("model")?;
             fs::remove_dir(&self.directory).with_context(|| self.directory.display().to_string())?;
         }
         Ok(())
     }
 }
 
-impl Drop for Cleanup {
+impl Drop for Trial {
     fn drop(&mut self) {
-        if let Err(error) = self.run() {
+        if let Err(error) = self.end() {
             tracing::warn!("cleaning up: {}", output::chain(&error));
-        }
-    }
-}
-
-/// A small checkpoint for a trial, removed in the end.
-struct Trial {
-    cleanup: Cleanup,
-    model: PathBuf,
-    mountpoint: PathBuf,
-    /// The bytes of the checkpoint's file.
-    file: Vec<u8>,
-}
-
-impl Trial {
-    /// In the directory for temporary files, or where that takes none (a read-only root, a full disk), in another usual one.
-    fn new(name: &str) -> anyhow::Result<Self> {
-        let given = env::temp_dir();
-        Self::below(&given, name).or_else(|error| {
-            let others = ["/dev/shm", "/var/tmp"].map(Path::new).into_iter().filter(|other| *other != given);
-            others.map(|other| Self::below(other, name)).find_map(Result::ok).ok_or(error)
-        })
-    }
-
-    fn below(place: &Path, name: &str) -> anyhow::Result<Self> {
-        let directory = place.join(format!("{name}-{}", std::process::id()));
-        let (model, mountpoint) = (directory.join("model"), directory.join("mnt"));
-        let made = (|| {
-            for new in [&model, &mountpoint] {
-                fs::create_dir_all(new).with_context(|| new.display().to_string())?;
-            }
-            write_trial(&model)
-        })();
-        match made {
-            Ok(file) => {
-                let cleanup = Cleanup { directory, mounted: false, keep: false };
-                Ok(Self { cleanup, model, mountpoint, file })
-            }
-            Err(error) => {
-                let _ = fs::remove_dir_all(&directory);
-                Err(error)
-            }
         }
     }
 }
@@ -259,9 +245,9 @@ enum Tried<T> {
 }
 
 impl<T> Tried<T> {
-    fn of(name: &str, trial: impl FnOnce(Trial) -> anyhow::Result<T>) -> Self {
-        match Trial::new(name) {
-            Ok(made) => trial(made).map_or_else(Self::Failed, Self::Done),
+    fn of(name: &str, trial: impl FnOnce(Trial, &[u8]) -> anyhow::Result<T>) -> Self {
+        match Trial::small(name) {
+            Ok((made, file)) => trial(made, &file).map_or_else(Self::Failed, Self::Done),
             Err(error) => Self::Not(error),
         }
     }
@@ -281,16 +267,16 @@ impl<T> Tried<T> {
 }
 
 /// Mounts a file of a few bytes and reads it. Returns whether the kernel read it by itself.
-fn try_mount(mut trial: Trial) -> anyhow::Result<bool> {
-    let Trial { cleanup, model, mountpoint, file } = &mut trial;
+fn try_mount(mut trial: Trial, file: &[u8]) -> anyhow::Result<bool> {
+    let Trial { model, mountpoint, mounted, .. } = &mut trial;
     let args = ["--quiet", "mount", &model.display().to_string(), &mountpoint.display().to_string()];
     mount::start(&args.map(Into::into), mountpoint, TRY_LIMIT)?;
-    cleanup.mounted = true;
+    *mounted = true;
     let read = fs::read(mountpoint.join("hf/model.safetensors")).context("hf/model.safetensors")?;
-    ensure!(read == *file, "other bytes came back than those of the source");
+    ensure!(read == file, "other bytes came back than those of the source");
     let stats = fs::read(mountpoint.join(".ckfs/stats.json")).context(".ckfs/stats.json")?;
     let stats: Value = serde_json::from_slice(&stats).context(".ckfs/stats.json")?;
-    cleanup.run()?;
+    trial.end()?;
     Ok(stats["passthrough_opens"].as_u64().unwrap_or(0) > 0)
 }
 
@@ -303,14 +289,14 @@ fn write_trial(model: &Path) -> anyhow::Result<Vec<u8>> {
 }
 
 /// Lets `ckfs run` mount the small file for a command that ends at once.
-fn try_run(mut trial: Trial) -> anyhow::Result<()> {
+fn try_run(mut trial: Trial, _file: &[u8]) -> anyhow::Result<()> {
     let program = env::current_exe().context("path of this program")?;
     let mut command = Command::new(&program);
     command.args(["--quiet", "run"]).arg(&trial.model).arg("--").arg(&program).arg("--version");
     // Its mountpoint is made where the trial's files could be.
-    command.envs(trial.cleanup.directory.parent().map(|place| ("TMPDIR", place)));
+    command.envs(trial.directory.parent().map(|place| ("TMPDIR", place)));
     let output = command.stdin(Stdio::null()).output().context("run")?;
-    trial.cleanup.run()?;
+    trial.end()?;
     let message = String::from_utf8_lossy(&output.stderr);
     let first = message.lines().next().unwrap_or_default();
     ensure!(output.status.success(), "{}", first.strip_prefix("ckfs: error: ").unwrap_or(first));

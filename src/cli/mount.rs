@@ -92,18 +92,11 @@ pub(super) struct Mount {
     #[command(flatten)]
     serving: ServingFlags,
     /// Goes on with the mount of another daemon.
-    #[arg(long, hide = true)]
-    succeed: Option<Predecessor>,
+    #[arg(long, hide = true, value_parser = ["running", "dead"])]
+    succeed: Option<String>,
     /// Keeps the mount of the daemon at the other end of standard input.
     #[arg(long, hide = true)]
     keep: bool,
-}
-
-/// The daemon that has a mount before this one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Predecessor {
-    Running,
-    Dead,
 }
 
 /// The arguments of `ckfs mount` for the arguments that mount(8) gave to `mount.ckfs`.
@@ -188,10 +181,10 @@ impl Mount {
             return self.keep(config?, sink);
         }
         if self.foreground || is_daemon() {
-            let succession = match self.succeed {
+            let succession = match self.succeed.as_deref() {
                 None => Succession::None,
-                Some(Predecessor::Running) => Succession::Running,
-                Some(Predecessor::Dead) => Succession::Dead,
+                Some("running") => Succession::Running,
+                Some(_) => Succession::Dead,
             };
             let is_watched = self.foreground && !is_daemon() && !log.quiet && io::stderr().is_terminal();
             return serve_here(

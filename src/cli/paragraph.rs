@@ -107,7 +107,7 @@ mod tests {
         let value = json!({"a": {"b": "{x}", "list": [1, 2]}, "n": 2048, "sum": {"x": 1024, "y": 1024}, "empty": ""});
         assert_eq!(
             filled("{a.b} {a.list.1} {n} {n:b} {sum:b} {none}-{none:n}-{none:b}.", &value),
-            "{x} 2 2048 2.00 KiB 2.00 KiB -0-0 B."
+            "{x} 2 2048 2.0 KiB 2.0 KiB -0-0 B."
         );
         assert_eq!(
             filled("x[, n {n}][, none {none}][, empty {empty}|, a {a.b}|, n {n}] y{n:n}", &value),

@@ -31,7 +31,7 @@ use super::{
 };
 
 /// Bytes compared at once.
-const CHUNK_BYTES: u64 = 1 << 20;
+const CHUNK_BYTES: usize = 1 << 20;
 /// Bytes around each place of interest that are compared in a sample.
 const PROBE_BYTES: u64 = 512;
 /// Differences that are printed.
@@ -270,8 +270,8 @@ fn verify_file(
     }
     let mut evaluator = Evaluator::with_scales(|tensor, span| Ok(read_tensor(checkpoint, tensor, span)?), scales);
     let mut bytes = Vec::new();
-    for (start, end) in spans(&node.path, &expected, size, amount)? {
-        let len = usize::try_from(end - start).context("span")?;
+    for (start, len) in spans(&node.path, &expected, size, amount)? {
+        let end = start + len as u64;
         if let Err(error) = served.read(start, len, &mut bytes) {
             // A mount tells only the number of an error. What the evaluator cannot compute either has the reason.
             let expected = if mount.is_some() { expected.bytes(start, end, &mut evaluator).err() } else { None };
@@ -280,7 +280,7 @@ fn verify_file(
             continue;
         }
         let wanted = expected.bytes(start, end, &mut evaluator)?;
-        findings.bytes += end - start;
+        findings.bytes += len as u64;
         if let Some(at) = bytes.iter().zip(&wanted).position(|(found, wanted)| found != wanted) {
             let count = bytes.iter().zip(&wanted).filter(|(found, wanted)| found != wanted).count();
             let what = format!(
@@ -351,15 +351,10 @@ fn read_tensor(checkpoint: &Checkpoint, tensor: TensorId, span: std::ops::Range<
 }
 
 /// The spans of a file to compare, ascending and disjoint, each of at most [`CHUNK_BYTES`].
-fn spans(path: &str, expected: &Expected<'_>, size: u64, amount: u64) -> anyhow::Result<Vec<(u64, u64)>> {
+fn spans(path: &str, expected: &Expected<'_>, size: u64, amount: u64) -> anyhow::Result<Vec<(u64, usize)>> {
     let mut spans = if amount < size { sample(path, &borders(expected)?, size, amount) } else { vec![(0, size)] };
     spans.retain(|(start, end)| start < end);
-    let cut = |(start, end): (u64, u64)| {
-        (start..end)
-            .step_by(usize::try_from(CHUNK_BYTES).unwrap_or(usize::MAX))
-            .map(move |at| (at, end.min(at + CHUNK_BYTES)))
-    };
-    Ok(spans.into_iter().flat_map(cut).collect())
+    Ok(spans.into_iter().flat_map(|(start, end)| tree::parts(start, end, CHUNK_BYTES)).collect())
 }
 
 /// Bytes of a file at the borders between segments or pieces.

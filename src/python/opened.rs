@@ -86,7 +86,7 @@ pub(super) fn open(
     let settings = keyword::parsed(settings)?;
     let opened = process::apart(py, "ckfs-open", move |tell| open_service(source, &settings, tell))?;
     let (service, warnings) = opened.unwrap_or(Err(Refusal::Panicked)).map_err(|refusal| refusal.raised(py))?;
-    Ok((OpenedCheckpoint { service: Some(Arc::new(service)) }, warnings))
+    Ok((OpenedCheckpoint { service: Arc::new(service) }, warnings))
 }
 
 /// A number of Python's, where numbers have any size, if this program's type has it.
@@ -119,14 +119,14 @@ type LoadRow<'py> = (usize, Option<Vec<AxisSelection>>, Option<String>, Bound<'p
 /// A checkpoint, opened. Its views and tensors are known by number.
 #[pyclass(module = "ckfs._ckfs", name = "OpenedCheckpoint", frozen)]
 pub(super) struct OpenedCheckpoint {
-    service: Option<Arc<Service>>,
+    service: Arc<Service>,
 }
 
 impl Drop for OpenedCheckpoint {
     fn drop(&mut self) {
         // In a child of `fork` its threads do not exist, and locks may be held forever.
         if !process::is_owner() {
-            mem::forget(self.service.take());
+            mem::forget(Arc::clone(&self.service));
         }
     }
 }
@@ -134,7 +134,7 @@ impl Drop for OpenedCheckpoint {
 impl OpenedCheckpoint {
     pub(super) fn service(&self, py: Python<'_>) -> PyResult<&Arc<Service>> {
         process::check(py)?;
-        self.service.as_ref().ok_or_else(|| ExceptionKind::General.with(py, "the checkpoint is closed"))
+        Ok(&self.service)
     }
 
     fn plan<'a>(&'a self, py: Python<'_>, view: usize) -> PyResult<&'a Arc<Plan>> {

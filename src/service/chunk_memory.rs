@@ -8,59 +8,50 @@ use std::collections::BTreeSet;
 use ckfs_checkpoint::Checkpoint;
 use ckfs_host::budget::Budget;
 use ckfs_plan::report::human_bytes;
-use ckfs_source::{ByteSpan, FileId};
+use ckfs_tensor::TensorId;
 use ckfs_volume::ViewPlan;
 
 use super::error::OpenError;
-
-/// The chunk that takes the most memory.
-struct Largest {
-    bytes: u64,
-    tensor: String,
-    stored: Option<ByteSpan>,
-    file: FileId,
-}
 
 /// Makes room in the budget for the largest chunk that these plans need. Returns the memory that it takes, in bytes.
 ///
 /// # Errors
 /// It does not fit the limit. The error names the tensor, both sizes, and what to do.
 pub(super) fn admit(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Budget) -> Result<u64, OpenError> {
-    let Some(largest) = largest(checkpoint, plans) else { return Ok(0) };
+    let Some((bytes, tensor)) = largest(checkpoint, plans) else { return Ok(0) };
     let most_bytes = budget.decoded_bytes_max();
-    if largest.bytes <= most_bytes {
-        budget.decoded_bytes = budget.decoded_bytes.max(largest.bytes);
-        return Ok(largest.bytes);
+    if bytes <= most_bytes {
+        budget.decoded_bytes = budget.decoded_bytes.max(bytes);
+        return Ok(bytes);
     }
-    let path = &checkpoint.source().pin(largest.file).path;
-    let stored = largest.stored.map(|span| format!(", stored in {}", human_bytes(span.len()))).unwrap_or_default();
+    let (source, tensor) = (checkpoint.source(), checkpoint.tensor(tensor));
+    let stored = source.coded(tensor.file(), tensor.span().start()).and_then(|coded| coded.stored);
+    let stored = stored.map(|span| format!(", stored in {}", human_bytes(span.len()))).unwrap_or_default();
     let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
     Err(OpenError::of_view(format!(
         "{}, tensor {}: a chunk is compressed as a whole and takes {} of memory to decode{stored}; {} are free for it within the \
          limit of {limit} ({origin}). Allow more memory, lower --cache-bytes (now {}), leave the tensor out with --exclude, or \
          save the checkpoint in smaller chunks",
-        path.display(),
-        largest.tensor,
-        human_bytes(largest.bytes),
+        source.path(tensor.file()).display(),
+        tensor.name,
+        human_bytes(bytes),
         human_bytes(most_bytes),
         human_bytes(budget.cache_bytes),
     )))
 }
 
-fn largest(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> Option<Largest> {
+/// The most memory that a chunk takes, in bytes, and its first tensor.
+fn largest(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> Option<(u64, TensorId)> {
     let chunks = checkpoint.source().chunks()?;
-    let (mut largest, mut seen) = (None::<Largest>, BTreeSet::new());
+    let (mut largest, mut seen) = (None, BTreeSet::new());
     for tensor in plans.iter().flat_map(|view| &view.plan.tensors) {
         tensor.view.for_each_stored(&mut |id| {
-            let info = checkpoint.tensor(id);
-            let file = info.file();
-            if !seen.insert(file.index()) {
-                return;
-            }
-            let bytes = chunks.memory_bytes(file);
-            if bytes > largest.as_ref().map_or(0, |largest| largest.bytes) {
-                let stored = chunks.coded(file, info.span().start()).and_then(|coded| coded.stored);
-                largest = Some(Largest { bytes, tensor: info.name.to_owned(), stored, file });
+            let file = checkpoint.tensor(id).file();
+            if seen.insert(file.index()) {
+                let bytes = chunks.memory_bytes(file);
+                if bytes > largest.map_or(0, |(most, _)| most) {
+                    largest = Some((bytes, id));
+                }
             }
         });
     }

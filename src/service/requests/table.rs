@@ -63,7 +63,7 @@ fn own_shard() -> usize {
 
 /// A request that was not answered yet.
 #[derive(Debug)]
-pub(super) struct Request<R> {
+pub(super) struct WaitingRequest<R> {
     pub(super) ino: Ino,
     pub(super) since: Instant,
     pub(super) client: Client,
@@ -75,7 +75,7 @@ pub(super) struct Request<R> {
 #[derive(Debug)]
 #[repr(align(64))]
 struct Shard<R> {
-    waiting: HashMap<u64, Request<R>>,
+    waiting: HashMap<u64, WaitingRequest<R>>,
     next_number: u64,
 }
 
@@ -108,13 +108,13 @@ impl<R> Requests<R> {
         let mut shard = self.shards[shard_index].lock();
         shard.next_number += 1;
         let number = shard.next_number;
-        shard.waiting.insert(number, Request { ino, since, client, elsewhere: false, reply });
+        shard.waiting.insert(number, WaitingRequest { ino, since, client, elsewhere: false, reply });
         drop(shard);
         Ticket { requests: Arc::clone(self), shard: shard_index, number, taken: false }
     }
 
     /// What requests that have waited for `limit` have, each once.
-    pub(super) fn of_late<T: Ord>(&self, limit: Duration, of: impl Fn(&Request<R>) -> Option<T>) -> Vec<T> {
+    pub(super) fn of_late<T: Ord>(&self, limit: Duration, of: impl Fn(&WaitingRequest<R>) -> Option<T>) -> Vec<T> {
         let mut found = Vec::new();
         for shard in &self.shards {
             let shard = shard.lock();
@@ -126,7 +126,7 @@ impl<R> Requests<R> {
     }
 
     /// Takes these requests out: they waited for too long, or their client ends.
-    pub(super) fn take_out(&self, which: impl Fn(&Request<R>) -> bool) -> Vec<Request<R>> {
+    pub(super) fn take_out(&self, which: impl Fn(&WaitingRequest<R>) -> bool) -> Vec<WaitingRequest<R>> {
         let mut taken = Vec::new();
         for shard in &self.shards {
             taken.extend(shard.lock().waiting.extract_if(|_, request| which(request)).map(|(_, request)| request));

@@ -17,7 +17,7 @@ use ckfs_volume::{RequestKind, Upkeep};
 
 use super::{
     pending::Refuse,
-    table::{Request, Requests, is_killed},
+    table::{Requests, WaitingRequest, is_killed},
     waiting_threads::Handlers,
 };
 
@@ -60,7 +60,8 @@ impl<R: Refuse> WatchedTable for Table<R> {
     fn expire(&self, watchdog: &Watchdog, limit: Duration) {
         let mut stalled = self.requests.of_late(limit, |request| Some(request.ino));
         stalled.retain(|ino| watchdog.fs.is_stalled(*ino));
-        let is_expired = |request: &Request<R>| request.since.elapsed() >= limit && stalled.contains(&request.ino);
+        let is_expired =
+            |request: &WaitingRequest<R>| request.since.elapsed() >= limit && stalled.contains(&request.ino);
         for expired in self.requests.take_out(is_expired) {
             let ino = expired.ino;
             watchdog.answer(self.op, expired, libc::EIO);
@@ -72,7 +73,7 @@ impl<R: Refuse> WatchedTable for Table<R> {
     fn abandon(&self, watchdog: &Watchdog) {
         let mut killed = self.requests.of_late(CLIENT_AGE, |request| request.client);
         killed.retain(|client| is_killed(*client));
-        let is_abandoned = |request: &Request<R>| request.client.is_some_and(|client| killed.contains(&client));
+        let is_abandoned = |request: &WaitingRequest<R>| request.client.is_some_and(|client| killed.contains(&client));
         for abandoned in self.requests.take_out(is_abandoned) {
             let (ino, op) = (abandoned.ino.0, self.op.name());
             tracing::debug!(ino, op, "the client is killed; its request is given up");
@@ -119,8 +120,8 @@ impl Watchdog {
         period.min(limit / LOOKS).max(Duration::from_millis(1))
     }
 
-    fn answer<R: Refuse>(&self, op: RequestKind, request: Request<R>, errno: i32) {
-        let Request { since, elsewhere, reply, .. } = request;
+    fn answer<R: Refuse>(&self, op: RequestKind, request: WaitingRequest<R>, errno: i32) {
+        let WaitingRequest { since, elsewhere, reply, .. } = request;
         if elsewhere {
             self.handlers.mark_stuck();
         }
