@@ -5,7 +5,7 @@ mod text;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
+    fs, io,
     net::{SocketAddr, TcpListener, ToSocketAddrs},
     path::{Path, PathBuf},
     sync::Arc,
@@ -151,12 +151,12 @@ struct Mounts {
 /// The metrics of a mount, for all that wait for them: the text unless the mount fails.
 #[derive(Debug, Default)]
 struct Answer {
-    text: Mutex<Option<Option<String>>>,
+    text: Mutex<Option<io::Result<String>>>,
     came: Condvar,
 }
 
 impl Answer {
-    fn give(&self, text: Option<String>) {
+    fn give(&self, text: io::Result<String>) {
         *self.text.lock() = Some(text);
         self.came.notify_all();
     }
@@ -179,7 +179,7 @@ impl Mounts {
         for (point, answer) in answers {
             let mut text = answer.text.lock();
             answer.came.wait_while_until(&mut text, |text| text.is_none(), until);
-            if let Some(Some(text)) = &*text {
+            if let Some(Ok(text)) = &*text {
                 merged.add(&point.display().to_string(), text);
                 up.insert(point);
             }
@@ -198,13 +198,13 @@ impl Mounts {
         }
         let (path, told, waiting) = (point.to_owned(), Arc::clone(&answer), Arc::clone(&self.asked));
         let asking = thread::Builder::new().name("ckfs-probe".into()).spawn(move || {
-            let text = fs::read_to_string(path.join(".ckfs/metrics")).ok();
+            let text = fs::read_to_string(path.join(".ckfs/metrics"));
             waiting.lock().remove(&path);
             told.give(text);
         });
-        if asking.is_err() {
+        if let Err(error) = asking {
             asked.remove(point);
-            answer.give(None);
+            answer.give(Err(error));
         }
         answer
     }
@@ -236,7 +236,7 @@ mod tests {
         for _ in 0..2 {
             let answer = mounts.ask(Path::new("/no/such/mount"));
             answer.came.wait_while(&mut answer.text.lock(), |text| text.is_none());
-            assert_eq!(*answer.text.lock(), Some(None));
+            assert!(matches!(&*answer.text.lock(), Some(Err(_))));
             assert!(mounts.asked.lock().is_empty());
         }
     }
