@@ -1,74 +1,59 @@
 //! The directories of an Orbax checkpoint's arrays, computed by arithmetic. A view of thousands of arrays for hundreds of
 //! devices has as many chunk files as the product of both numbers; the table has no row for any of them.
 //!
-//! The order of node numbers: the directory of all arrays, its two metadata files, then for each array its directory, its
-//! description and its chunks in row-major order of the grid, then the directories above arrays whose names have slashes, and last the
-//! files that go with a whole training state.
+//! The order of node numbers: the tree of names, whose leaves are the arrays' directories, and the files that are in no array's; then
+//! for each array its description and its chunks in row-major order of the grid.
+//!
+//! Orbax joins the keys of an array by dots, and stores it at the path that comes out: `params.mlp/linear.w` is `linear.w` in the
+//! directory `params.mlp`.
 
-use std::borrow::Cow;
+use std::collections::HashSet;
 
-use ckfs_format::{
-    orbax::read::{ARRAY_METADATAS, SHARDING, STRINGS},
-    zarr::write::ZARRAY,
-};
+use ckfs_format::orbax::read::{ARRAY_METADATAS, SHARDING, STRINGS};
 use ckfs_plan::{Plan, PlannedTensor, SELF_WORD};
-use ckfs_tensor::to_usize;
 use rayon::prelude::*;
 
 use super::{
-    array_paths::{ArrayPaths, last, with_paths},
     chunk_grid::{CHUNK_BYTES_MAX, ChunkGrid, holds},
-    name_tree::NAME_BYTES_MAX,
+    name_tree::{NAME_BYTES_MAX, NameNode, NameTree, name_node},
 };
 
-/// Names of the metadata files, sorted.
-pub(super) const METADATA_FILES: [&str; 2] = ["_CHECKPOINT_METADATA", "_METADATA"];
+/// Names of the metadata files.
+const METADATA_FILES: [&str; 2] = ["_CHECKPOINT_METADATA", "_METADATA"];
 
-/// Number of the first array's directory.
-const FIRST_ARRAY: u64 = 1 + METADATA_FILES.len() as u64;
-
-/// Nodes of an array before its chunks: its directory and its description.
-const BEFORE_CHUNKS: u64 = 2;
-
+/// An array.
 #[derive(Clone, Copy, Debug)]
-struct ArrayRow {
-    name_start: u32,
-    name_len: u32,
-    tensor: u32,
-    first: u64,
+pub(super) struct ArrayRow {
+    /// Its directory in the tree of names.
+    pub(super) node: u32,
+    /// The tensor that it shows, by its number in the plan.
+    pub(super) tensor: u32,
+    /// Number of its description, which those of its chunks follow.
+    pub(super) first: u64,
 }
 
 /// Type of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ArrayNode {
-    /// The directory of all arrays.
-    Root,
-    /// One of [`METADATA_FILES`].
-    Metadata(usize),
-    /// A directory above arrays, by number.
-    Above(usize),
+    /// The directory of all arrays, or one above some.
+    Above,
     /// The directory of an array, by number.
     Directory(usize),
-    /// The description of an array.
-    Description(usize),
-    /// A chunk of an array.
-    Chunk(usize, u64),
-    /// One of the files beside the arrays, by number.
+    /// A file of an array: its description, then its chunks.
+    Part(usize, u64),
+    /// One of [`METADATA_FILES`].
+    Metadata(usize),
+    /// One of the files that go with a whole training state, by number.
     Beside(usize),
-    /// The directory of those of [`ARRAY_METADATAS`].
-    ArrayMetadatas,
 }
 
 /// The arrays, sorted by name.
 #[derive(Debug)]
 pub(super) struct ArrayTable {
-    rows: Vec<ArrayRow>,
-    names: String,
-    paths: ArrayPaths,
-    /// Nodes before the directories above arrays.
-    len: u64,
-    /// Paths of files beside the arrays. Their nodes are the last, after that of [`ARRAY_METADATAS`].
-    beside: Vec<String>,
+    pub(super) rows: Vec<ArrayRow>,
+    pub(super) names: NameTree,
+    /// Number of nodes.
+    pub(super) len: u64,
 }
 
 fn number(n: usize) -> u32 {
@@ -120,7 +105,7 @@ impl ArrayTable {
     ///
     /// # Errors
     /// Why the format cannot hold the bundle.
-    pub(super) fn new(plan: &Plan, beside: Vec<String>) -> Result<Self, String> {
+    pub(super) fn new(plan: &Plan, beside: &[String]) -> Result<Self, String> {
         let bundled = plan.tensors.par_iter().enumerate().filter(|(_, tensor)| plan.is_bundled(tensor));
         let named: Vec<_> = bundled.map(|(index, tensor)| Ok((array_names(plan, tensor)?, index))).collect();
         let named: Result<Vec<_>, String> = named.into_iter().collect();
@@ -143,300 +128,135 @@ impl ArrayTable {
         if u32::try_from(names_bytes).is_err() {
             return Err(format!("the names have {names_bytes} bytes together, fewer than 2^32 are possible"));
         }
-        let paths = ArrayPaths::new(arrays.iter().map(|(name, _)| name.as_str()));
-        let (rows, names) = (Vec::with_capacity(arrays.len()), String::new());
-        let mut table = Self { rows, names, paths, len: FIRST_ARRAY, beside };
-        let chunks = arrays.par_iter().map(|(_, index)| grid(plan, &plan.tensors[*index]).count());
-        let chunks: Vec<u64> = chunks.collect();
-        for ((name, index), chunks) in arrays.iter().zip(chunks) {
-            let tensor = &plan.tensors[*index];
-            let name_bytes = last(name).len();
-            if name_bytes > NAME_BYTES_MAX {
-                let reason = "the array's directory would have a name of";
-                return Err(format!(
-                    "{}: {reason} {name_bytes} bytes, at most {NAME_BYTES_MAX} are possible",
-                    tensor.name
-                ));
-            }
-            let start = number(table.names.len());
-            if table.rows.last().is_some_and(|last| table.names[last.name_start as usize..] == **name) {
-                return Err(format!("{}: another tensor has the keys {name}", tensor.name));
-            }
-            table.names.push_str(name);
-            let row =
-                ArrayRow { name_start: start, name_len: number(name.len()), tensor: number(*index), first: table.len };
-            table.rows.push(row);
-            table.len += BEFORE_CHUNKS + chunks;
+        let name_of = |index: &usize| &plan.tensors[*index].name;
+        let last_bytes = |name: &str| name.rsplit('/').next().map_or(0, str::len);
+        if let Some((name, index)) = arrays.iter().find(|(name, _)| last_bytes(name) > NAME_BYTES_MAX) {
+            let (name_bytes, reason) = (last_bytes(name), "the array's directory would have a name of");
+            return Err(format!(
+                "{}: {reason} {name_bytes} bytes, at most {NAME_BYTES_MAX} are possible",
+                name_of(index)
+            ));
         }
-        Ok(table)
+        let paths = arrays.iter().map(|(name, _)| name.as_str());
+        let paths = paths.chain(METADATA_FILES).chain(beside.iter().map(String::as_str));
+        let leaves = paths.zip(0..).map(|(path, number)| (path.split('/').map(Into::into).collect(), number));
+        let mut clash = None;
+        let names = NameTree::of(leaves.collect(), &mut |path, [_, second]| {
+            let name = arrays.get(second as usize).map_or(&path, |(_, index)| name_of(index));
+            clash.get_or_insert_with(|| format!("{name}: another tensor has the keys {path}"));
+        });
+        let chunks: Vec<u64> = arrays.par_iter().map(|(_, index)| grid(plan, &plan.tensors[*index]).count()).collect();
+        let table = Self::with_chunks(names, arrays.iter().map(|(_, index)| number(*index)).zip(chunks));
+        clash.map_or(Ok(table), Err)
     }
 
-    /// Arrays with these names and without tensors.
-    #[cfg(test)]
-    pub(super) fn of_names(names: &[&str]) -> Self {
-        let paths = ArrayPaths::default();
-        let mut table = Self { rows: Vec::new(), names: String::new(), paths, len: FIRST_ARRAY, beside: Vec::new() };
-        for name in names {
-            let (name_start, name_len) = (number(table.names.len()), number(name.len()));
-            table.rows.push(ArrayRow { name_start, name_len, tensor: 0, first: table.len });
-            table.names.push_str(name);
-            table.len += BEFORE_CHUNKS;
+    /// A tree of names whose first leaves are arrays, of these tensors and with so many chunks.
+    fn with_chunks(names: NameTree, arrays: impl Iterator<Item = (u32, u64)>) -> Self {
+        let mut table = Self { rows: Vec::new(), len: names.len(), names };
+        for (tensor, chunks) in arrays {
+            table.rows.push(ArrayRow { node: 0, tensor, first: table.len });
+            table.len += 1 + chunks;
+        }
+        for node in 0..name_node(table.names.len()) {
+            if let NameNode::Leaf(leaf) = table.names.node(node)
+                && let Some(row) = table.rows.get_mut(leaf as usize)
+            {
+                row.node = node;
+            }
         }
         table
     }
 
-    /// With these files beside the arrays.
-    #[cfg(test)]
-    fn with_beside(self, beside: &[&str]) -> Self {
-        Self { beside: beside.iter().map(|path| (*path).to_owned()).collect(), ..self }
-    }
-
-    /// Number of nodes.
-    pub(super) fn len(&self) -> u64 {
-        self.first_beside() + self.beside.len() as u64
-    }
-
-    /// Number of the directory [`ARRAY_METADATAS`], if there is one.
-    fn array_metadatas(&self) -> u64 {
-        self.len + self.paths.directories.len() as u64
-    }
-
-    fn has_array_metadatas(&self) -> bool {
-        self.beside.iter().any(|path| path.contains('/'))
-    }
-
-    /// Number of the first file beside the arrays.
-    fn first_beside(&self) -> u64 {
-        self.array_metadatas() + u64::from(self.has_array_metadatas())
-    }
-
-    /// The directory of a file beside the arrays, and its name there.
-    fn beside(&self, file: usize) -> (ArrayNode, &str) {
-        match self.beside[file].split_once('/') {
-            Some((_, name)) => (ArrayNode::ArrayMetadatas, name),
-            None => (ArrayNode::Root, &self.beside[file]),
-        }
-    }
-
-    /// The files beside the arrays that are in a directory, and their directory in that of all arrays.
-    fn all_beside(&self, directory: ArrayNode) -> impl Iterator<Item = (&str, ArrayNode)> {
-        let all = (0..self.beside.len()).map(|file| (self.beside(file), ArrayNode::Beside(file)));
-        let inside = all.filter(move |((parent, _), _)| *parent == directory).map(|((_, name), node)| (name, node));
-        let has_below = directory == ArrayNode::Root && self.has_array_metadatas();
-        let below = has_below.then_some((ARRAY_METADATAS, ArrayNode::ArrayMetadatas));
-        inside.chain(below)
-    }
-
-    /// The path of a file beside the arrays.
-    pub(super) fn beside_path(&self, file: usize) -> &str {
-        &self.beside[file]
-    }
-
-    /// Number of arrays.
-    pub(super) fn arrays(&self) -> usize {
-        self.rows.len()
-    }
-
     /// Type of a node.
     pub(super) fn node(&self, at: u64) -> ArrayNode {
-        if at == 0 {
-            return ArrayNode::Root;
+        if at >= self.names.len() {
+            let array = self.rows.partition_point(|row| row.first <= at) - 1;
+            return ArrayNode::Part(array, at - self.rows[array].first);
         }
-        if at < FIRST_ARRAY {
-            return ArrayNode::Metadata(to_usize(at - 1));
-        }
-        if at >= self.first_beside() {
-            return ArrayNode::Beside(to_usize(at - self.first_beside()));
-        }
-        if at >= self.array_metadatas() {
-            return ArrayNode::ArrayMetadatas;
-        }
-        if at >= self.len {
-            return ArrayNode::Above(to_usize(at - self.len));
-        }
-        let array = self.rows.partition_point(|row| row.first <= at) - 1;
-        match at - self.rows[array].first {
-            0 => ArrayNode::Directory(array),
-            1 => ArrayNode::Description(array),
-            chunk => ArrayNode::Chunk(array, chunk - BEFORE_CHUNKS),
-        }
-    }
-
-    /// Number of a node.
-    pub(super) fn number(&self, node: ArrayNode) -> u64 {
-        match node {
-            ArrayNode::Root => 0,
-            ArrayNode::Metadata(file) => 1 + file as u64,
-            ArrayNode::Above(directory) => self.len + directory as u64,
-            ArrayNode::Directory(array) => self.rows[array].first,
-            ArrayNode::Description(array) => self.rows[array].first + 1,
-            ArrayNode::Chunk(array, chunk) => self.rows[array].first + BEFORE_CHUNKS + chunk,
-            ArrayNode::ArrayMetadatas => self.array_metadatas(),
-            ArrayNode::Beside(file) => self.first_beside() + file as u64,
+        let NameNode::Leaf(leaf) = self.names.node(name_node(at)) else { return ArrayNode::Above };
+        match (leaf as usize).checked_sub(self.rows.len()) {
+            None => ArrayNode::Directory(leaf as usize),
+            Some(file) => file.checked_sub(METADATA_FILES.len()).map_or(ArrayNode::Metadata(file), ArrayNode::Beside),
         }
     }
 
     /// Name of an array: its keys with dots between them. With slashes it is a path.
-    pub(super) fn name(&self, array: usize) -> &str {
-        let row = self.rows[array];
-        &self.names[row.name_start as usize..(row.name_start + row.name_len) as usize]
-    }
-
-    /// The tensor that an array shows, by its number in the plan.
-    pub(super) fn tensor(&self, array: usize) -> u32 {
-        self.rows[array].tensor
-    }
-
-    /// The directory of the array of this name. A name of a file has no slash.
-    fn find(&self, name: &[u8]) -> Option<ArrayNode> {
-        let at = self.rows.partition_point(|row| {
-            let start = row.name_start as usize;
-            self.names.as_bytes()[start..start + row.name_len as usize] < *name
-        });
-        (at < self.rows.len() && self.name(at).as_bytes() == name).then_some(ArrayNode::Directory(at))
-    }
-
-    /// Number of directories in one.
-    pub(super) fn directories_in(&self, node: ArrayNode) -> usize {
-        match node {
-            ArrayNode::Root => {
-                let above: usize = self.paths.directories.iter().map(|above| above.arrays.len()).sum();
-                self.arrays() - above + self.paths.top.len() + usize::from(self.has_array_metadatas())
-            }
-            ArrayNode::Above(directory) => {
-                let above = &self.paths.directories[directory];
-                above.arrays.len() + above.directories.len()
-            }
-            ArrayNode::Metadata(_)
-            | ArrayNode::Directory(_)
-            | ArrayNode::Description(_)
-            | ArrayNode::Chunk(..)
-            | ArrayNode::Beside(_)
-            | ArrayNode::ArrayMetadatas => 0,
-        }
-    }
-
-    /// The child of a directory.
-    pub(super) fn child(&self, plan: &Plan, parent: ArrayNode, name: &[u8]) -> Option<ArrayNode> {
-        match parent {
-            ArrayNode::Root => {
-                let metadata = METADATA_FILES.iter().position(|file| file.as_bytes() == name);
-                let above = || self.paths.find(None, name).map(ArrayNode::Above);
-                let beside = || self.all_beside(parent).find(|(file, _)| file.as_bytes() == name).map(|(_, node)| node);
-                metadata.map(ArrayNode::Metadata).or_else(|| self.find(name)).or_else(above).or_else(beside)
-            }
-            ArrayNode::ArrayMetadatas => {
-                self.all_beside(parent).find(|(file, _)| file.as_bytes() == name).map(|(_, node)| node)
-            }
-            ArrayNode::Above(directory) => {
-                let mut arrays = self.paths.directories[directory].arrays.iter().copied();
-                let array = arrays.find(|array| last(self.name(*array)).as_bytes() == name);
-                let above = || self.paths.find(Some(directory), name).map(ArrayNode::Above);
-                array.map(ArrayNode::Directory).or_else(above)
-            }
-            ArrayNode::Directory(array) => {
-                if name == ZARRAY.as_bytes() {
-                    return Some(ArrayNode::Description(array));
-                }
-                let tensor = &plan.tensors[self.tensor(array) as usize];
-                grid(plan, tensor).find(name).map(|chunk| ArrayNode::Chunk(array, chunk))
-            }
-            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) | ArrayNode::Beside(_) => None,
-        }
-    }
-
-    /// The parent of a node inside the block; the root's is the root.
-    pub(super) fn parent(&self, node: ArrayNode) -> ArrayNode {
-        let above = |directory: Option<usize>| directory.map_or(ArrayNode::Root, ArrayNode::Above);
-        match node {
-            ArrayNode::Root | ArrayNode::Metadata(_) | ArrayNode::ArrayMetadatas => ArrayNode::Root,
-            ArrayNode::Beside(file) => self.beside(file).0,
-            ArrayNode::Above(directory) => above(self.paths.directories[directory].parent),
-            ArrayNode::Directory(array) => above(self.paths.of_array(array)),
-            ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => ArrayNode::Directory(array),
-        }
-    }
-
-    /// A node's name; the root's parent names the root.
-    pub(super) fn node_name(&self, plan: &Plan, node: ArrayNode) -> Cow<'_, str> {
-        match node {
-            ArrayNode::Root => "".into(),
-            ArrayNode::Metadata(file) => METADATA_FILES[file].into(),
-            ArrayNode::ArrayMetadatas => ARRAY_METADATAS.into(),
-            ArrayNode::Beside(file) => self.beside(file).1.into(),
-            ArrayNode::Above(directory) => self.paths.directories[directory].name().into(),
-            ArrayNode::Directory(array) => last(self.name(array)).into(),
-            ArrayNode::Description(_) => ZARRAY.into(),
-            ArrayNode::Chunk(array, chunk) => grid(plan, &plan.tensors[self.tensor(array) as usize]).name(chunk).into(),
-        }
-    }
-
-    /// The directories above arrays in one of these, or in that of all arrays.
-    fn above(&self, directory: Option<usize>) -> impl Iterator<Item = (&str, ArrayNode)> {
-        let inside = self.paths.inside(directory).iter();
-        inside.map(|number| (self.paths.directories[*number].name(), ArrayNode::Above(*number)))
-    }
-
-    /// Calls `each` with a directory's children from entry number `from` on until it returns false; other nodes have none.
-    pub(super) fn list(
-        &self,
-        plan: &Plan,
-        parent: ArrayNode,
-        from: u64,
-        each: &mut dyn FnMut(&str, ArrayNode) -> bool,
-    ) {
-        match parent {
-            ArrayNode::Root => {
-                let metadata = METADATA_FILES.iter().enumerate().map(|(file, name)| (*name, ArrayNode::Metadata(file)));
-                let arrays = (0..self.rows.len()).filter(|array| self.paths.of_array(*array).is_none());
-                let arrays = arrays.map(|array| (self.name(array), ArrayNode::Directory(array)));
-                let all = metadata.chain(arrays).chain(self.above(None)).chain(self.all_beside(parent));
-                all.skip(to_usize(from)).all(|(name, node)| each(name, node));
-            }
-            ArrayNode::Above(directory) => {
-                let arrays = self.paths.directories[directory].arrays.iter();
-                let arrays = arrays.map(|array| (last(self.name(*array)), ArrayNode::Directory(*array)));
-                let all = arrays.chain(self.above(Some(directory)));
-                all.skip(to_usize(from)).all(|(name, node)| each(name, node));
-            }
-            ArrayNode::Directory(array) => {
-                let grid = grid(plan, &plan.tensors[self.tensor(array) as usize]);
-                let mut going = from > 0 || each(ZARRAY, ArrayNode::Description(array));
-                let mut chunk = from.saturating_sub(1);
-                while going && chunk < grid.count() {
-                    going = each(&grid.name(chunk), ArrayNode::Chunk(array, chunk));
-                    chunk += 1;
-                }
-            }
-            ArrayNode::ArrayMetadatas => {
-                self.all_beside(parent).skip(to_usize(from)).all(|(name, node)| each(name, node));
-            }
-            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) | ArrayNode::Beside(_) => {}
-        }
+    pub(super) fn name(&self, array: usize) -> String {
+        self.names.path(self.rows[array].node)
     }
 }
 
+/// Whether an array can be stored at the path that its name is.
+fn is_path(name: &str) -> bool {
+    let fits = |part: &str| !matches!(part, "" | "." | "..") && part.len() <= NAME_BYTES_MAX;
+    !name.contains('\0') && name.split('/').all(fits)
+}
+
+/// The names of arrays with those replaced by their escaped forms that are no paths, or would be inside another array.
+pub(super) fn with_paths(names: Vec<(String, String)>) -> Vec<String> {
+    let clashes = {
+        let all: HashSet<&str> = names.iter().map(|(name, _)| name.as_str()).collect();
+        let is_inside = |name: &str| name.match_indices('/').any(|(at, _)| all.contains(&name[..at]));
+        names.iter().map(|(name, _)| !is_path(name) || is_inside(name)).collect::<Vec<_>>()
+    };
+    names.into_iter().zip(clashes).map(|((name, escaped), clashes)| if clashes { escaped } else { name }).collect()
+}
+
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
+    /// Arrays with these names, without tensors, and files.
+    pub(crate) fn of_names(names: &[&str], files: &[&str]) -> ArrayTable {
+        let paths = names.iter().chain(&METADATA_FILES).chain(files).zip(0..);
+        let leaves = paths.map(|(path, number)| (path.split('/').map(Into::into).collect(), number));
+        let tree = NameTree::of(leaves.collect(), &mut |path, _| panic!("{path} twice"));
+        ArrayTable::with_chunks(tree, names.iter().map(|_| (0, 2)))
+    }
+
     #[test]
-    fn files_beside_the_arrays_have_numbers_and_places() {
+    fn arrays_and_files_have_numbers_and_places() {
+        let names = ["a", "b/c/d", "b/c/e", "b/f", "g"];
         for beside in [&[][..], &[SHARDING], &[SHARDING, STRINGS, "array_metadatas/process_0"]] {
-            let table = ArrayTable::of_names(&["a", "b"]).with_beside(beside);
-            assert!((0..table.len()).all(|at| table.number(table.node(at)) == at));
-            let names = |directory| table.all_beside(directory).map(|(name, _)| name.to_owned()).collect::<Vec<_>>();
-            let has_keys = beside.len() == 3;
-            let top = beside.iter().filter(|path| !path.contains('/')).copied();
-            let top: Vec<&str> = top.chain(has_keys.then_some(ARRAY_METADATAS)).collect();
-            assert_eq!(names(ArrayNode::Root), top);
-            assert_eq!(names(ArrayNode::ArrayMetadatas), if has_keys { vec!["process_0"] } else { Vec::new() });
-            assert_eq!(table.directories_in(ArrayNode::Root), 2 + usize::from(has_keys));
-            for (file, path) in beside.iter().enumerate() {
-                assert_eq!(table.beside_path(file), *path);
-                let parent = table.parent(ArrayNode::Beside(file));
-                assert!(names(parent).iter().any(|name| path.ends_with(name.as_str())));
+            let table = of_names(&names, beside);
+            let mut found: Vec<ArrayNode> = (0..table.len).map(|at| table.node(at)).collect();
+            found.retain(|node| *node != ArrayNode::Above);
+            let part = |array| move |place| ArrayNode::Part(array, place);
+            let array = |array| [ArrayNode::Directory(array)].into_iter().chain((0..3).map(part(array)));
+            let files = [ArrayNode::Metadata(0), ArrayNode::Metadata(1)].into_iter();
+            let expected =
+                (0..names.len()).flat_map(array).chain(files).chain((0..beside.len()).map(ArrayNode::Beside));
+            assert!(expected.clone().all(|node| found.contains(&node)));
+            assert_eq!(found.len(), expected.count());
+            for (number, name) in names.iter().enumerate() {
+                assert_eq!(table.name(number), *name);
+                assert_eq!(table.node(table.rows[number].node.into()), ArrayNode::Directory(number));
             }
+            let top: Vec<&str> = table.names.children(0).map(|at| table.names.name(at)).collect();
+            let shown = beside.iter().map(|path| path.split('/').next().unwrap());
+            let mut expected: Vec<&str> = ["a", "b", "g"].into_iter().chain(METADATA_FILES).chain(shown).collect();
+            expected.sort_unstable();
+            assert_eq!(top, expected);
+        }
+    }
+
+    #[test]
+    fn slashes_are_directories_where_they_can_be() {
+        let rows: [(&[&str], &[&str]); 4] = [
+            (&["a/b", "a/c.d", "e"], &["a/b", "a/c.d", "e"]),
+            (&["a", "a/b", "a.b/c"], &["a", "a%2Fb", "a.b/c"]),
+            (&["/a", "a//b", "../x", "x/..", "a/./b", "..."], &["%/a", "a%/%/b", "%", "%", "%", "..."]),
+            (&["100%", "a\0"], &["100%", "%"]),
+        ];
+        for (names, expected) in rows {
+            let escaped = |name: &str| match name {
+                "a/b" => "a%2Fb",
+                "/a" => "%/a",
+                "a//b" => "a%/%/b",
+                _ => "%",
+            };
+            let found = with_paths(names.iter().map(|name| ((*name).to_owned(), escaped(name).to_owned())).collect());
+            assert_eq!(found, expected);
         }
     }
 }

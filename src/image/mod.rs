@@ -12,7 +12,6 @@
 //! length is counted from the differences between devices, and [`VirtualFile::open`] refuses a file whose layout has
 //! another length than the counted one.
 
-mod array_paths;
 mod array_table;
 mod bundle;
 mod chunk_grid;

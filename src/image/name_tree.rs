@@ -19,23 +19,23 @@ struct NameRow {
     name_start: u32,
     name_len: u32,
     parent: u32,
-    /// First child, for a directory; else the tensor's number.
+    /// First child, of a directory; else the number of the leaf.
     first: u32,
-    /// Number of children, or [`IS_FILE`].
+    /// Number of children, or [`IS_LEAF`].
     children: u32,
     /// Subdirectories among the children.
     subdirectories: u32,
 }
 
-const IS_FILE: u32 = u32::MAX;
+const IS_LEAF: u32 = u32::MAX;
 
 /// Type of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NameNode {
     /// A directory, with its number of subdirectories.
     Directory(u32),
-    /// A tensor of the plan.
-    Tensor(u32),
+    /// A leaf: a tensor of the plan, or what else was numbered.
+    Leaf(u32),
 }
 
 /// An immutable tree of names.
@@ -45,100 +45,16 @@ pub(super) struct NameTree {
     names: String,
 }
 
-/// A tree under construction: nodes in the order of their creation, node 0 the root. Two nodes may have one place: those are
-/// collisions.
-#[derive(Debug)]
-struct NameTreeBuilder<'a> {
-    nodes: Vec<NodeBuilder<'a>>,
-}
-
-#[derive(Debug)]
-struct NodeBuilder<'a> {
-    parent: u32,
-    name: Cow<'a, str>,
-    /// The tensor, of a file.
-    tensor: Option<u32>,
-}
-
-/// The nodes of a builder by directory, sorted by name.
-struct Siblings {
-    nodes: Vec<u32>,
-    /// Where the children of each node start in `nodes`; they end where those of the next start.
-    starts: Vec<usize>,
-}
-
-impl<'a> NameTreeBuilder<'a> {
-    fn node(&self, at: u32) -> &NodeBuilder<'a> {
-        &self.nodes[at as usize]
-    }
-
-    fn add(&mut self, parent: u32, name: Cow<'a, str>, tensor: Option<u32>) -> u32 {
-        let at = number(self.nodes.len());
-        self.nodes.push(NodeBuilder { parent, name, tensor });
-        at
-    }
-
-    fn siblings(&self) -> Siblings {
-        let mut starts = vec![0; self.nodes.len() + 1];
-        for node in &self.nodes[1..] {
-            starts[node.parent as usize + 1] += 1;
-        }
-        for at in 1..starts.len() {
-            starts[at] += starts[at - 1];
-        }
-        let mut next = starts.clone();
-        let mut nodes = vec![0; self.nodes.len() - 1];
-        for (at, node) in (1..).zip(&self.nodes[1..]) {
-            let place = &mut next[node.parent as usize];
-            nodes[*place] = at;
-            *place += 1;
-        }
-        for children in starts.windows(2) {
-            nodes[children[0]..children[1]].sort_by_key(|at| &self.node(*at).name);
-        }
-        Siblings { nodes, starts }
-    }
-
-    /// The number of a file's tensor, or of the first one below a directory.
-    fn first_tensor(&self, siblings: &Siblings, mut at: u32) -> u32 {
-        loop {
-            match self.node(at).tensor {
-                Some(tensor) => return tensor,
-                None => at = siblings.of(at)[0],
-            }
-        }
-    }
-
-    fn path(&self, at: u32) -> String {
-        let node = self.node(at);
-        if node.parent == 0 { node.name.to_string() } else { format!("{}/{}", self.path(node.parent), node.name) }
-    }
-
-    /// Each pair of nodes that have one place.
-    fn collisions(&self, siblings: &Siblings, plan: &Plan) -> Vec<Problem> {
-        let same = |pair: &&[u32]| {
-            let [first, second] = [self.node(pair[0]), self.node(pair[1])];
-            first.parent == second.parent && first.name == second.name
-        };
-        let tensor = |at: u32| plan.tensors[self.first_tensor(siblings, at) as usize].name.clone();
-        let collision = |pair: &[u32]| Problem::Collision {
-            path: self.path(pair[0]),
-            first: tensor(pair[0]),
-            second: tensor(pair[1]),
-        };
-        siblings.nodes.windows(2).filter(same).map(collision).collect()
-    }
-}
-
-impl Siblings {
-    /// The children of a node.
-    fn of(&self, at: u32) -> &[u32] {
-        &self.nodes[self.starts[at as usize]..self.starts[at as usize + 1]]
-    }
-}
+/// The path of a leaf, and its number.
+pub(super) type NamedLeaf<'a> = (Vec<Cow<'a, str>>, u32);
 
 fn number(n: usize) -> u32 {
     u32::try_from(n).expect("a tree of fewer than 2^32 nodes and bytes of names")
+}
+
+/// Number of a node in a tree of names.
+pub(super) fn name_node(at: u64) -> u32 {
+    u32::try_from(at).expect("a tree of names has fewer than 2^32 nodes")
 }
 
 impl NameTree {
@@ -148,10 +64,7 @@ impl NameTree {
     /// Every name that is too long, used twice, or both a file and a directory.
     pub(super) fn new(plan: &Plan, suffix: &str, shown: impl Fn(&PlannedTensor) -> bool) -> Result<Self, Vec<Problem>> {
         let mut problems = Vec::new();
-        let root = NodeBuilder { parent: 0, name: "".into(), tensor: None };
-        let mut builder = NameTreeBuilder { nodes: vec![root] };
-        // Tensors are sorted by name, so those of a directory follow each other.
-        let mut before: Vec<(Cow<'_, str>, u32)> = Vec::new();
+        let mut leaves: Vec<NamedLeaf<'_>> = Vec::new();
         let mut names_bytes = 0;
         for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| shown(tensor)) {
             let mut path = plan.path(tensor);
@@ -168,54 +81,57 @@ impl NameTree {
                 problems.push(Problem::File { file: "names".to_owned(), reason });
                 break;
             }
-            let Some(mut file) = path.pop() else { continue };
-            if !suffix.is_empty() {
+            if let Some(file) = path.last_mut().filter(|_| !suffix.is_empty()) {
                 file.to_mut().push_str(suffix);
             }
-            let shared = before.iter().zip(&path).take_while(|((name, _), component)| name == *component).count();
-            before.truncate(shared);
-            for component in path.iter().skip(shared).chain([&file]).filter(|name| name.len() > NAME_BYTES_MAX) {
+            // Tensors are sorted by name, so those of a directory follow each other, and its name is told once.
+            let before = leaves.last().map_or(&[][..], |(before, _)| before);
+            let shared = before.iter().zip(&path).take_while(|(before, component)| before == component).count();
+            for component in path.iter().skip(shared).filter(|name| name.len() > NAME_BYTES_MAX) {
                 problems.push(Problem::LongName { name: tensor.name.clone(), component: component.to_string() });
             }
-            let mut at = before.last().map_or(0, |(_, at)| *at);
-            for component in path.drain(shared..) {
-                at = builder.add(at, component.clone(), None);
-                before.push((component, at));
-            }
-            builder.add(at, file, Some(number(index)));
+            leaves.push((path, number(index)));
         }
-        let siblings = builder.siblings();
-        problems.extend(builder.collisions(&siblings, plan));
-        if problems.is_empty() { Ok(Self::of(&builder, &siblings)) } else { Err(problems) }
+        let tree = Self::of(leaves, &mut |path, [first, second]| {
+            let [first, second] = [first, second].map(|tensor| plan.tensors[tensor as usize].name.clone());
+            problems.push(Problem::Collision { path, first, second });
+        });
+        if problems.is_empty() { Ok(tree) } else { Err(problems) }
     }
 
-    fn of(builder: &NameTreeBuilder<'_>, siblings: &Siblings) -> Self {
+    /// The tree of these leaves. Two that have one place, or a leaf and one below it, are told to `collide`: path and numbers.
+    pub(super) fn of(mut leaves: Vec<NamedLeaf<'_>>, collide: &mut dyn FnMut(String, [u32; 2])) -> Self {
+        leaves.sort_by(|(left, _), (right, _)| left.cmp(right));
         let mut tree = Self { nodes: vec![NameRow::directory(0)], names: String::new() };
-        tree.lay(0, 0, builder, siblings);
+        tree.lay(0, &leaves, 0, collide);
         tree
     }
 
-    /// Lays out the children of node `from` of `builder`, which is node `to` here.
-    fn lay(&mut self, to: u32, from: u32, builder: &NameTreeBuilder<'_>, siblings: &Siblings) {
-        let children = siblings.of(from);
+    /// Lays out the nodes below node `to`, which is that many components deep.
+    fn lay(&mut self, to: u32, below: &[NamedLeaf<'_>], depth: usize, collide: &mut dyn FnMut(String, [u32; 2])) {
         let first = number(self.nodes.len());
-        let mut subdirectories = 0;
-        for child in children.iter().map(|at| builder.node(*at)) {
-            let mut node = NameRow::directory(to);
-            (node.name_start, node.name_len) = (number(self.names.len()), number(child.name.len()));
-            match child.tensor {
-                Some(tensor) => (node.first, node.children) = (tensor, IS_FILE),
-                None => subdirectories += 1,
+        let mut directories = Vec::new();
+        for same in below.chunk_by(|(left, _), (right, _)| left[depth] == right[depth]) {
+            let is_leaf = |(path, _): &NamedLeaf<'_>| path.len() == depth + 1;
+            for pair in same.windows(2).filter(|pair| is_leaf(&pair[0])) {
+                collide(pair[0].0.join("/"), [pair[0].1, pair[1].1]);
             }
-            self.names.push_str(&child.name);
+            let (path, leaf) = &same[0];
+            let mut node = NameRow::directory(to);
+            (node.name_start, node.name_len) = (number(self.names.len()), number(path[depth].len()));
+            if is_leaf(&same[0]) {
+                (node.first, node.children) = (*leaf, IS_LEAF);
+            } else {
+                directories.push((number(self.nodes.len()), same));
+            }
+            self.names.push_str(&path[depth]);
             self.nodes.push(node);
         }
+        let children = number(self.nodes.len()) - first;
         let node = &mut self.nodes[to as usize];
-        (node.first, node.children, node.subdirectories) = (first, number(children.len()), subdirectories);
-        for (child, index) in children.iter().zip(first..) {
-            if builder.node(*child).tensor.is_none() {
-                self.lay(index, *child, builder, siblings);
-            }
+        (node.first, node.children, node.subdirectories) = (first, children, number(directories.len()));
+        for (at, below) in directories {
+            self.lay(at, below, depth + 1, collide);
         }
     }
 
@@ -227,7 +143,7 @@ impl NameTree {
     /// Type of a node.
     pub(super) fn node(&self, at: u32) -> NameNode {
         let node = self.nodes[at as usize];
-        if node.children == IS_FILE { NameNode::Tensor(node.first) } else { NameNode::Directory(node.subdirectories) }
+        if node.children == IS_LEAF { NameNode::Leaf(node.first) } else { NameNode::Directory(node.subdirectories) }
     }
 
     /// A node's name.
@@ -239,15 +155,30 @@ impl NameTree {
         &self.names[node.name_start as usize..(node.name_start + node.name_len) as usize]
     }
 
+    /// The path from the root to another node.
+    pub(super) fn path(&self, at: u32) -> String {
+        match self.parent(at) {
+            0 => self.name(at).to_owned(),
+            parent => format!("{}/{}", self.path(parent), self.name(at)),
+        }
+    }
+
     /// A node's parent; the root's is the root.
     pub(super) fn parent(&self, at: u32) -> u32 {
         self.nodes[at as usize].parent
     }
 
-    /// Numbers of a directory's children, sorted by name; none for a file.
+    /// Numbers of a directory's children, sorted by name; none for a leaf.
     pub(super) fn children(&self, at: u32) -> std::ops::Range<u32> {
         let node = self.nodes[at as usize];
-        if node.children == IS_FILE { 0..0 } else { node.first..node.first + node.children }
+        if node.children == IS_LEAF { 0..0 } else { node.first..node.first + node.children }
+    }
+
+    /// Calls `each` with a directory's children from entry number `from` on, until it returns false.
+    pub(super) fn list(&self, at: u32, from: u64, each: &mut dyn FnMut(&str, u64) -> bool) {
+        let children = self.children(at);
+        let first = u64::from(children.start).saturating_add(from);
+        (first..u64::from(children.end)).all(|child| each(self.name(name_node(child)), child));
     }
 
     /// The child with that name.

@@ -11,17 +11,22 @@ use std::{
 };
 
 use ckfs_checkpoint::Container;
-use ckfs_format::orbax::{
-    read::{SHARDING, TreeKey},
-    write::{self as orbax, MetadataPlace},
+use ckfs_format::{
+    orbax::{
+        read::{SHARDING, TreeKey},
+        write::{self as orbax, MetadataPlace},
+    },
+    zarr::write::ZARRAY,
 };
 use ckfs_plan::{Plan, PlannedTensor, Problem};
 
 use super::{
     array_table::{ArrayNode, ArrayTable, grid},
+    chunk_grid::ChunkGrid,
     file_image::ImageError,
     generated_records::{GeneratedFile, GeneratedRecords, written_starts},
     input::FormatInput,
+    name_tree::name_node,
     output::{
         DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, Subtree, SubtreeNode,
         text_file,
@@ -47,12 +52,12 @@ impl OutputFormat for Orbax {
     }
 
     fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
-        ArrayTable::new(plan, Vec::new()).err().map(Self::lacking)
+        ArrayTable::new(plan, &[]).err().map(Self::lacking)
     }
 
     fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let beside = input.objects(Container::Orbax).map(|(path, _)| path.clone()).collect();
-        let table = match ArrayTable::new(&input.plan, beside) {
+        let beside: Vec<String> = input.objects(Container::Orbax).map(|(path, _)| path.clone()).collect();
+        let table = match ArrayTable::new(&input.plan, &beside) {
             Ok(table) => Arc::new(table),
             Err(reason) => return Ok(Self::lacking(reason).into()),
         };
@@ -89,7 +94,11 @@ struct Arrays {
 
 impl Arrays {
     fn tensor(&self, array: usize) -> &PlannedTensor {
-        &self.input.plan.tensors[self.table.tensor(array) as usize]
+        &self.input.plan.tensors[self.table.rows[array].tensor as usize]
+    }
+
+    fn grid(&self, array: usize) -> ChunkGrid {
+        grid(&self.input.plan, self.tensor(array))
     }
 
     /// What the tree in the source has that the names of arrays do not tell. A program then restores them into its own tree, as
@@ -105,7 +114,7 @@ impl Arrays {
             let tensor = self.tensor(*array);
             tensor.view.shape().rank() == 0 && tree.scalars.contains(&tensor.name)
         };
-        let arrays = || 0..self.table.arrays();
+        let arrays = || 0..self.table.rows.len();
         // Without the file of shardings, arrays of jax could be restored with a target alone.
         let are_sharded = self.input.objects(Container::Orbax).any(|(path, _)| path == SHARDING);
         Saved {
@@ -119,51 +128,66 @@ impl Arrays {
     }
 }
 
+/// The name of a file of an array: its description, then its chunks.
+fn part_name(grid: &ChunkGrid, place: u64) -> String {
+    place.checked_sub(1).map_or_else(|| ZARRAY.to_owned(), |chunk| grid.name(chunk))
+}
+
 impl Subtree for Arrays {
     fn nodes(&self) -> u64 {
-        self.table.len()
+        self.table.len
     }
 
     fn node(&self, at: u64) -> SubtreeNode {
-        let node = self.table.node(at);
-        match node {
-            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) | ArrayNode::ArrayMetadatas => {
-                let inside = self.table.directories_in(node);
-                SubtreeNode::Directory(u32::try_from(inside).expect("fewer tensors than 2^32"))
-            }
-            ArrayNode::Metadata(_) | ArrayNode::Description(_) | ArrayNode::Chunk(..) | ArrayNode::Beside(_) => {
-                SubtreeNode::File
-            }
+        let is_directory = |at: u64| matches!(self.table.node(at), ArrayNode::Above | ArrayNode::Directory(_));
+        if !is_directory(at) {
+            return SubtreeNode::File;
         }
+        let inside = self.table.names.children(name_node(at)).filter(|child| is_directory((*child).into()));
+        SubtreeNode::Directory(u32::try_from(inside.count()).expect("fewer tensors than 2^32"))
     }
 
     fn name(&self, at: u64) -> Cow<'_, str> {
-        self.table.node_name(&self.input.plan, self.table.node(at))
+        if let ArrayNode::Part(array, place) = self.table.node(at) {
+            return part_name(&self.grid(array), place).into();
+        }
+        self.table.names.name(name_node(at)).into()
     }
 
     fn parent(&self, at: u64) -> u64 {
-        self.table.number(self.table.parent(self.table.node(at)))
+        if let ArrayNode::Part(array, _) = self.table.node(at) {
+            return self.table.rows[array].node.into();
+        }
+        self.table.names.parent(name_node(at)).into()
     }
 
     fn child(&self, at: u64, name: &[u8]) -> Option<u64> {
-        let child = self.table.child(&self.input.plan, self.table.node(at), name)?;
-        Some(self.table.number(child))
+        match self.table.node(at) {
+            ArrayNode::Above => self.table.names.child(name_node(at), name).map(u64::from),
+            ArrayNode::Directory(array) => {
+                let chunk = || self.grid(array).find(name).map(|chunk| chunk + 1);
+                let place = if name == ZARRAY.as_bytes() { Some(0) } else { chunk() };
+                place.map(|place| self.table.rows[array].first + place)
+            }
+            ArrayNode::Part(..) | ArrayNode::Metadata(_) | ArrayNode::Beside(_) => None,
+        }
     }
 
     fn list(&self, at: u64, from: u64, each: &mut dyn FnMut(&str, u64) -> bool) {
-        let mut numbered = |name: &str, child| each(name, self.table.number(child));
-        self.table.list(&self.input.plan, self.table.node(at), from, &mut numbered);
+        if let ArrayNode::Directory(array) = self.table.node(at) {
+            let (grid, first) = (self.grid(array), self.table.rows[array].first);
+            (from..=grid.count()).all(|place| each(&part_name(&grid, place), first + place));
+        } else {
+            self.table.names.list(name_node(at), from, each);
+        }
     }
 
     fn derived_from(&self, at: u64) -> DerivedFrom {
         match self.table.node(at) {
-            ArrayNode::Root
-            | ArrayNode::Above(_)
-            | ArrayNode::Directory(_)
-            | ArrayNode::ArrayMetadatas
-            | ArrayNode::Metadata(_)
-            | ArrayNode::Beside(_) => DerivedFrom::Tensors,
-            ArrayNode::Description(array) | ArrayNode::Chunk(array, _) => DerivedFrom::Tensor(self.table.tensor(array)),
+            ArrayNode::Part(array, _) => DerivedFrom::Tensor(self.table.rows[array].tensor),
+            ArrayNode::Above | ArrayNode::Directory(_) | ArrayNode::Metadata(_) | ArrayNode::Beside(_) => {
+                DerivedFrom::Tensors
+            }
         }
     }
 
@@ -172,25 +196,22 @@ impl Subtree for Arrays {
     }
 
     fn content(&self, at: u64) -> Result<FileContent, ImageError> {
-        let grid = |array| grid(&self.input.plan, self.tensor(array));
         Ok(match self.table.node(at) {
-            ArrayNode::Root | ArrayNode::Above(_) | ArrayNode::Directory(_) | ArrayNode::ArrayMetadatas => {
-                unreachable!("only files have contents")
-            }
+            ArrayNode::Above | ArrayNode::Directory(_) => unreachable!("only files have contents"),
             ArrayNode::Beside(file) => {
-                let objects = &self.input.checkpoint.saved_tree().objects;
-                FileContent::Bytes(Arc::clone(&objects[self.table.beside_path(file)]))
+                let (_, bytes) = self.input.objects(Container::Orbax).nth(file).expect("the table has these files");
+                FileContent::Bytes(Arc::clone(bytes))
             }
             ArrayNode::Metadata(0) => FileContent::Bytes(Arc::clone(&self.item)),
             ArrayNode::Metadata(_) => FileContent::Generated(Arc::clone(self.tree.get_or_init(|| {
                 Arc::new(GeneratedFile::new(Arc::new(TreeMetadata::new(Arc::clone(&self.table), self.saved()))))
             }))),
-            ArrayNode::Description(array) => {
-                FileContent::Bytes(grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
+            ArrayNode::Part(array, 0) => {
+                FileContent::Bytes(self.grid(array).zarray(&self.tensor(array).name)?.into_bytes().into())
             }
-            ArrayNode::Chunk(array, chunk) => {
+            ArrayNode::Part(array, place) => {
                 let tensor = self.tensor(array);
-                FileContent::Image(grid(array).chunk_image(&tensor.name, &tensor.view, chunk)?)
+                FileContent::Image(self.grid(array).chunk_image(&tensor.name, &tensor.view, place - 1)?)
             }
         })
     }
@@ -235,7 +256,7 @@ impl TreeMetadata {
     }
 
     fn leaves(&self) -> usize {
-        self.table.arrays() + self.saved.empty.len()
+        self.table.rows.len() + self.saved.empty.len()
     }
 }
 
@@ -253,7 +274,7 @@ impl GeneratedRecords for TreeMetadata {
                     out.push(b',');
                 }
                 let array = group - 1;
-                let leaf = if let Some(number) = array.checked_sub(self.table.arrays()) {
+                let leaf = if let Some(number) = array.checked_sub(self.table.rows.len()) {
                     let (keys, value_type) = &self.saved.empty[number];
                     orbax::tree_leaf(keys, value_type)
                 } else {
@@ -266,7 +287,7 @@ impl GeneratedRecords for TreeMetadata {
                     };
                     match self.saved.keys.get(&array) {
                         Some(keys) => orbax::tree_leaf(keys, value_type),
-                        None => orbax::tree_leaf(&words(self.table.name(array)), value_type),
+                        None => orbax::tree_leaf(&words(&self.table.name(array)), value_type),
                     }
                 };
                 out.extend(leaf.as_bytes());
@@ -278,7 +299,7 @@ impl GeneratedRecords for TreeMetadata {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::generated_records::GeneratedFile;
+    use crate::{array_table::tests::of_names, generated_records::GeneratedFile};
 
     #[test]
     fn the_tree_is_generated_in_parts() {
@@ -292,7 +313,7 @@ mod tests {
                 jax_arrays: HashSet::from([0]),
                 empty: vec![empty.clone()],
             };
-            let file = GeneratedFile::new(Arc::new(TreeMetadata::new(Arc::new(ArrayTable::of_names(names)), saved)));
+            let file = GeneratedFile::new(Arc::new(TreeMetadata::new(Arc::new(of_names(names, &[])), saved)));
             let leaf = |(at, name): (usize, &&str)| match at {
                 0 => orbax::tree_leaf(&words(name), orbax::JAX_ARRAY),
                 1 => orbax::tree_leaf(&place, orbax::ARRAY),

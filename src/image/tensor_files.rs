@@ -14,7 +14,7 @@ use super::{
     file_image::{FileImage, ImageError},
     input::FormatInput,
     manifest::source_names,
-    name_tree::{NameNode, NameTree},
+    name_tree::{NameNode, NameTree, name_node},
     output::{DerivedFrom, FileContent, Subtree, SubtreeNode},
 };
 
@@ -49,17 +49,12 @@ pub(super) struct TensorFiles {
     pub(super) encoding: Encoding,
 }
 
-/// Number of a node in a tree of names.
-fn name_node(at: u64) -> u32 {
-    u32::try_from(at).expect("a tree of names has fewer than 2^32 nodes")
-}
-
 impl TensorFiles {
     /// The tensor of a file.
     fn tensor(&self, at: u64) -> Option<u32> {
         match self.names.node(name_node(at)) {
             NameNode::Directory(_) => None,
-            NameNode::Tensor(tensor) => Some(tensor),
+            NameNode::Leaf(tensor) => Some(tensor),
         }
     }
 
@@ -82,7 +77,7 @@ impl Subtree for TensorFiles {
     fn node(&self, at: u64) -> SubtreeNode {
         match self.names.node(name_node(at)) {
             NameNode::Directory(subdirectories) => SubtreeNode::Directory(subdirectories),
-            NameNode::Tensor(_) => SubtreeNode::File,
+            NameNode::Leaf(_) => SubtreeNode::File,
         }
     }
 
@@ -99,10 +94,7 @@ impl Subtree for TensorFiles {
     }
 
     fn list(&self, at: u64, from: u64, each: &mut dyn FnMut(&str, u64) -> bool) {
-        let children = self.names.children(name_node(at));
-        let first = u64::from(children.start).saturating_add(from);
-        let mut rest = first..u64::from(children.end);
-        rest.all(|child| each(self.names.name(name_node(child)), child));
+        self.names.list(name_node(at), from, each);
     }
 
     fn derived_from(&self, at: u64) -> DerivedFrom {
