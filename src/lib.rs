@@ -19,7 +19,7 @@
 //! | [`checkpoint`] | the content of a repository: tensor table, index, `config.json`, dialect |
 //! | [`config`] | the user's settings in any form: one table, parsed but not yet interpreted |
 //! | [`plan`] | the user's request as data: layouts, families, mesh, sharding, names |
-//! | [`image`] | the layout of virtual files: one module per output format, all behind one trait |
+//! | [`image`] | the layout of virtual files: one module per output format, all behind one type |
 //! | [`read`] | byte-range engine: span to pieces to bytes; tile cache; prefetch |
 //! | [`volume`] | the file system without a transport: tree, lookup, listing, read |
 //! | [`service`] | a volume that is alive: opened as a configuration says, with memory budget, watching of sources, prefetch, time limits of requests |
@@ -66,7 +66,7 @@
 //! | --- | --- |
 //! | a model family | `src/plan/families/<name>.toml` |
 //! | a layout | a file of the user's (`--layout FILE`), or a directory `src/plan/layouts/<name>`; a family of a layout is a file there |
-//! | an output format | `src/image/<name>.rs` with `impl` [`image::OutputFormat`], and its line in [`image::FORMATS`] |
+//! | an output format | `src/image/<name>.rs` with its [`image::OutputFormat`], and its line in [`image::FORMATS`] |
 //! | a remote service | `src/source/remote/<name>.rs` with `impl` [`source::remote::Objects`], and its scheme in `remote/url_scheme.rs`; disk cache, retries and limits apply to it |
 //! | another way to read files | `src/source/<name>.rs` with `impl` [`source::Source`], and its line in [`source::pin_files`]; the conformance suite `tests/sources/local.rs` runs over it |
 //! | a kind of checkpoint | `src/checkpoint/containers/<name>.rs`, and its variant of [`checkpoint::Container`], which the compiler follows to `open.rs` |

@@ -27,55 +27,46 @@ const MEGATRON_METADATA: &str = "{\"sharded_backend\": \"torch_dist\", \"sharded
 const SHARED_PER_CENT: u128 = 2;
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct Dcp;
+pub(super) const DCP: OutputFormat = OutputFormat { name: "dcp", unavailable, layout };
 
-impl Dcp {
-    /// The parts that the format cannot show, by the kinds of the plan's tensors.
-    fn lacking(plan: &Plan, kinds: impl FnOnce() -> Arc<TensorKinds>) -> Option<OmittedFormat> {
-        let fits = torch_archive::fits(plan).and_then(|()| dcp_records::fits(plan, &kinds()));
-        Some(OmittedFormat { format: Dcp.name(), omission: Omission::Empty, reason: fits.err()? })
-    }
+/// The parts that the format cannot show, by the kinds of the plan's tensors.
+fn lacking(plan: &Plan, kinds: impl FnOnce() -> Arc<TensorKinds>) -> Option<OmittedFormat> {
+    let fits = torch_archive::fits(plan).and_then(|()| dcp_records::fits(plan, &kinds()));
+    Some(OmittedFormat { format: DCP.name, omission: Omission::Empty, reason: fits.err()? })
 }
 
-impl OutputFormat for Dcp {
-    fn name(&self) -> &'static str {
-        "dcp"
-    }
+fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
+    lacking(plan, || Arc::new(TensorKinds::new(plan)))
+}
 
-    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
-        Self::lacking(plan, || Arc::new(TensorKinds::new(plan)))
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    if let Some(found) = lacking(&input.plan, || Arc::clone(input.kinds())) {
+        return Ok(found.into());
     }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        if let Some(found) = Self::lacking(&input.plan, || Arc::clone(input.kinds())) {
-            return Ok(found.into());
+    let input = Arc::clone(input);
+    let files =
+        Arc::new(DcpFiles { input: Arc::clone(&input), metadata: OnceLock::new(), one_reader: OnceLock::new() });
+    let directory = Directory::with(DCP.name, |directory| {
+        for device in files.input.plan.first_holders() {
+            directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
         }
-        let input = Arc::clone(input);
-        let files =
-            Arc::new(DcpFiles { input: Arc::clone(&input), metadata: OnceLock::new(), one_reader: OnceLock::new() });
-        let directory = Directory::with(self.name(), |directory| {
-            for device in files.input.plan.first_holders() {
-                directory.file(&distcp_name(device), DistcpFile { files: Arc::clone(&files), device });
-            }
-            let mut objects = FileImage::default();
-            files.input.objects(Container::Dcp).for_each(|(_, bytes)| objects.push_bytes(Arc::clone(bytes)));
-            if objects.len_bytes() > 0 {
-                let content = move || FileContent::Image(objects.clone());
-                directory.file(OBJECTS, LazyFile::new(content, DerivedFrom::Tensors));
-            }
-            let metadata = move || FileContent::generated(Arc::<DcpMetadata>::clone(files.metadata()));
-            directory.file(".metadata", LazyFile::new(metadata, DerivedFrom::Tensors));
-            let companions = if input.is_whole() { &input.checkpoint.saved_tree().companions[..] } else { &[] };
-            for (name, file) in companions {
-                directory.add(name, unchanged(&input, *file));
-            }
-            // Where the source has its own, these are there already.
-            directory.file("metadata.json", text_file(MEGATRON_METADATA.as_bytes().into(), DerivedFrom::Tensors));
-            directory.file("common.pt", text_file(common_pt().into(), DerivedFrom::Tensors));
-        });
-        Ok(directory.into())
-    }
+        let mut objects = FileImage::default();
+        files.input.objects(Container::Dcp).for_each(|(_, bytes)| objects.push_bytes(Arc::clone(bytes)));
+        if objects.len_bytes() > 0 {
+            let content = move || FileContent::Image(objects.clone());
+            directory.file(OBJECTS, LazyFile::new(content, DerivedFrom::Tensors));
+        }
+        let metadata = move || FileContent::generated(Arc::<DcpMetadata>::clone(files.metadata()));
+        directory.file(".metadata", LazyFile::new(metadata, DerivedFrom::Tensors));
+        let companions = if input.is_whole() { &input.checkpoint.saved_tree().companions[..] } else { &[] };
+        for (name, file) in companions {
+            directory.add(name, unchanged(&input, *file));
+        }
+        // Where the source has its own, these are there already.
+        directory.file("metadata.json", text_file(MEGATRON_METADATA.as_bytes().into(), DerivedFrom::Tensors));
+        directory.file("common.pt", text_file(common_pt().into(), DerivedFrom::Tensors));
+    });
+    Ok(directory.into())
 }
 
 /// The state that all files share: where each segment is.

@@ -7,24 +7,24 @@ use ckfs_plan::{Plan, Problem};
 use rayon::prelude::*;
 
 use super::{
-    dcp::Dcp,
-    gguf::GgufFormat,
-    hf::Hf,
+    dcp::DCP,
+    gguf::GGUF,
+    hf::HF,
     input::FormatInput,
-    manifest::ManifestFormat,
-    npy::Npy,
-    orbax::Orbax,
+    manifest::MANIFEST,
+    npy::NPY,
+    orbax::ORBAX,
     output::{DerivedFrom, Directory, Omission, OmittedFormat, OutputFormat, text_file},
-    pt::Pt,
-    raw::RawFormat,
-    safetensors::Safetensors,
-    sharded_state::ShardedState,
-    universal::Universal,
+    pt::PT,
+    raw::RAW,
+    safetensors::SAFETENSORS,
+    sharded_state::SHARDED_STATE,
+    universal::UNIVERSAL,
 };
 
 /// All output formats, in the order of reports.
-pub const FORMATS: [&dyn OutputFormat; 11] =
-    [&RawFormat, &Npy, &Safetensors, &Pt, &Dcp, &Orbax, &Hf, &GgufFormat, &ShardedState, &Universal, &ManifestFormat];
+pub const FORMATS: [OutputFormat; 11] =
+    [RAW, NPY, SAFETENSORS, PT, DCP, ORBAX, HF, GGUF, SHARDED_STATE, UNIVERSAL, MANIFEST];
 
 /// Name of the file that explains why a format's directory is otherwise empty.
 const UNAVAILABLE: &str = "UNAVAILABLE.txt";
@@ -35,7 +35,7 @@ const UNAVAILABLE: &str = "UNAVAILABLE.txt";
 /// All problems of all formats.
 pub fn layout(input: &Arc<FormatInput>) -> Result<(Directory, Vec<OmittedFormat>), Vec<Problem>> {
     // Each by itself: the first two visit the names of all tensors, and the rest hardly any.
-    let shown: Vec<_> = FORMATS.par_iter().with_max_len(1).map(|format| format.layout(input)).collect();
+    let shown: Vec<_> = FORMATS.par_iter().with_max_len(1).map(|format| (format.layout)(input)).collect();
     let (mut all, mut lacking, mut problems) = (Directory::default(), Vec::new(), Vec::new());
     let mut is_refused = false;
     for result in shown {
@@ -73,7 +73,7 @@ fn explain(directory: &mut Directory, OmittedFormat { format, omission, reason }
 
 /// The parts of a plan's view that formats cannot show.
 pub fn unavailable(plan: &Plan) -> Vec<OmittedFormat> {
-    FORMATS.par_iter().with_max_len(1).filter_map(|format| format.unavailable(plan)).collect()
+    FORMATS.par_iter().with_max_len(1).filter_map(|format| (format.unavailable)(plan)).collect()
 }
 
 /// The same as text, one line each.

@@ -12,28 +12,21 @@ use super::{
 };
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct GgufFormat;
+pub(super) const GGUF: OutputFormat = OutputFormat { name: "gguf", unavailable: |_| None, layout };
 
-impl OutputFormat for GgufFormat {
-    fn name(&self) -> &'static str {
-        "gguf"
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    let Some(planned) = &input.plan.gguf else { return Ok(FormatFiles::default()) };
+    let is_whole = planned.tensors.len() == input.plan.tensors.len()
+        && planned.tensors.iter().all(|(name, _)| input.plan.find(name).is_some());
+    let file = format!("{}/model.gguf", GGUF.name);
+    let problem = |reason: String| vec![Problem::File { file: file.clone(), reason }];
+    if !is_whole {
+        return Err(problem("expected all tensors of the model: no --include or --exclude".to_owned()));
     }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let Some(planned) = &input.plan.gguf else { return Ok(FormatFiles::default()) };
-        let is_whole = planned.tensors.len() == input.plan.tensors.len()
-            && planned.tensors.iter().all(|(name, _)| input.plan.find(name).is_some());
-        let file = format!("{}/model.gguf", self.name());
-        let problem = |reason: String| vec![Problem::File { file: file.clone(), reason }];
-        if !is_whole {
-            return Err(problem("expected all tensors of the model: no --include or --exclude".to_owned()));
-        }
-        let image = lay_out(planned).map_err(|error| problem(error.to_string()))?;
-        // The header has texts of files beside the weights.
-        let model = LazyFile::new(move || FileContent::Image(image.clone()), DerivedFrom::Everything);
-        Ok(Directory::with(self.name(), |directory| _ = directory.file("model.gguf", model)).into())
-    }
+    let image = lay_out(planned).map_err(|error| problem(error.to_string()))?;
+    // The header has texts of files beside the weights.
+    let model = LazyFile::new(move || FileContent::Image(image.clone()), DerivedFrom::Everything);
+    Ok(Directory::with(GGUF.name, |directory| _ = directory.file("model.gguf", model)).into())
 }
 
 /// The header, then all tensors.

@@ -19,37 +19,30 @@ use super::{
 };
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct Hf;
+pub(super) const HF: OutputFormat = OutputFormat { name: "hf", unavailable, layout };
 
-impl OutputFormat for Hf {
-    fn name(&self) -> &'static str {
-        "hf"
-    }
+fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
+    let reason = plan.no_hf.clone()?;
+    Some(OmittedFormat { format: HF.name, omission: Omission::Absent, reason })
+}
 
-    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
-        let reason = plan.no_hf.clone()?;
-        Some(OmittedFormat { format: self.name(), omission: Omission::Absent, reason })
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    let mut problems = Vec::new();
+    let mut directory = Directory::default();
+    for (number, HfFile { path, .. }) in input.plan.hf.iter().enumerate() {
+        let added = file(input, number).and_then(|file| {
+            let reason = || "another file has this name".to_owned();
+            let (parents, name) = path.rsplit_once('/').unwrap_or(("", path));
+            let parent = directory.directory(HF.name).and_then(|root| mirrored(root, parents));
+            let is_added = parent.is_some_and(|parent| parent.add(name, file));
+            if is_added { Ok(()) } else { Err(Problem::Hf { path: path.clone(), reason: reason() }) }
+        });
+        problems.extend(added.err());
     }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let mut problems = Vec::new();
-        let mut directory = Directory::default();
-        for (number, HfFile { path, .. }) in input.plan.hf.iter().enumerate() {
-            let added = file(input, number).and_then(|file| {
-                let reason = || "another file has this name".to_owned();
-                let (parents, name) = path.rsplit_once('/').unwrap_or(("", path));
-                let parent = directory.directory(self.name()).and_then(|root| mirrored(root, parents));
-                let is_added = parent.is_some_and(|parent| parent.add(name, file));
-                if is_added { Ok(()) } else { Err(Problem::Hf { path: path.clone(), reason: reason() }) }
-            });
-            problems.extend(added.err());
-        }
-        if !problems.is_empty() {
-            return Err(problems);
-        }
-        Ok(FormatFiles { directory, unavailable: self.unavailable(&input.plan) })
+    if !problems.is_empty() {
+        return Err(problems);
     }
+    Ok(FormatFiles { directory, unavailable: unavailable(&input.plan) })
 }
 
 /// The directory at a path of the repository, added if it is missing.

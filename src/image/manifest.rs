@@ -28,25 +28,18 @@ pub(super) fn source_names<'a>(checkpoint: &'a Checkpoint, tensor: &PlannedTenso
 }
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct ManifestFormat;
+pub(super) const MANIFEST: OutputFormat = OutputFormat { name: "manifest", unavailable: |_| None, layout };
 
-impl OutputFormat for ManifestFormat {
-    fn name(&self) -> &'static str {
-        "manifest"
-    }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let input = Arc::clone(input);
-        let manifest = move || {
-            let (checkpoint, plan) = (Arc::clone(&input.checkpoint), Arc::clone(&input.plan));
-            FileContent::generated(Arc::new(ManifestRecords::new(checkpoint, plan, Arc::clone(input.kinds()))))
-        };
-        let directory = Directory::with(OWN, |own| {
-            own.file("manifest.json", LazyFile::new(manifest, DerivedFrom::Tensors));
-        });
-        Ok(directory.into())
-    }
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    let input = Arc::clone(input);
+    let manifest = move || {
+        let (checkpoint, plan) = (Arc::clone(&input.checkpoint), Arc::clone(&input.plan));
+        FileContent::generated(Arc::new(ManifestRecords::new(checkpoint, plan, Arc::clone(input.kinds()))))
+    };
+    let directory = Directory::with(OWN, |own| {
+        own.file("manifest.json", LazyFile::new(manifest, DerivedFrom::Tensors));
+    });
+    Ok(directory.into())
 }
 
 /// The manifest of a plan.

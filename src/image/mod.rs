@@ -1,4 +1,4 @@
-//! The layout of virtual files: one output format a file, all behind one trait.
+//! The layout of virtual files: one output format a file, all rows of one type.
 //!
 //! An [`OutputFormat`] receives a view of the checkpoint ([`FormatInput`]) and returns directories and files
 //! ([`FormatFiles`]). A file ([`VirtualFile`]) knows its length and lays out its [`FileContent`] when it is opened. A directory of very

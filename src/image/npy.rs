@@ -21,8 +21,7 @@ use super::{
 const ALIGNMENT: usize = 4096;
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct Npy;
+pub(super) const NPY: OutputFormat = OutputFormat { name: "npy", unavailable: |_| None, layout };
 
 fn lay_out(name: &str, view: View) -> Result<FileImage, ImageError> {
     let mut image = FileImage::of_bytes(npy::header(view.dtype(), view.shape().extents(), ALIGNMENT));
@@ -30,27 +29,21 @@ fn lay_out(name: &str, view: View) -> Result<FileImage, ImageError> {
     Ok(image)
 }
 
-impl OutputFormat for Npy {
-    fn name(&self) -> &'static str {
-        "npy"
-    }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let plan = &input.plan;
-        let bundled = |tensor: &PlannedTensor| plan.is_bundled(tensor);
-        let names = NameTree::new(plan, ".npy", bundled).map_err(|problems| {
-            // Names that raw files cannot have either are reported once, by the raw format.
-            if NameTree::new(plan, "", |_| true).is_err() { Vec::new() } else { problems }
-        });
-        let names = Arc::new(names?);
-        let encoding = Encoding { lay_out, is_plain: false };
-        let shown = Directory::with(self.name(), |directory| {
-            for device in &plan.devices {
-                let (input, names) = (Arc::clone(input), Arc::clone(&names));
-                let files = TensorFiles { input, names, device: Some(*device), encoding };
-                directory.subtree(&format!("dev{device}"), files);
-            }
-        });
-        Ok(shown.into())
-    }
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    let plan = &input.plan;
+    let bundled = |tensor: &PlannedTensor| plan.is_bundled(tensor);
+    let names = NameTree::new(plan, ".npy", bundled).map_err(|problems| {
+        // Names that raw files cannot have either are reported once, by the raw format.
+        if NameTree::new(plan, "", |_| true).is_err() { Vec::new() } else { problems }
+    });
+    let names = Arc::new(names?);
+    let encoding = Encoding { lay_out, is_plain: false };
+    let shown = Directory::with(NPY.name, |directory| {
+        for device in &plan.devices {
+            let (input, names) = (Arc::clone(input), Arc::clone(&names));
+            let files = TensorFiles { input, names, device: Some(*device), encoding };
+            directory.subtree(&format!("dev{device}"), files);
+        }
+    });
+    Ok(shown.into())
 }

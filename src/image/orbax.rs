@@ -37,42 +37,32 @@ use super::{
 const ITEM: &str = "items";
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct Orbax;
+pub(super) const ORBAX: OutputFormat = OutputFormat { name: "orbax", unavailable, layout };
 
-impl Orbax {
-    fn lacking(reason: String) -> OmittedFormat {
-        OmittedFormat { format: Orbax.name(), omission: Omission::Empty, reason }
-    }
+fn lacking(reason: String) -> OmittedFormat {
+    OmittedFormat { format: ORBAX.name, omission: Omission::Empty, reason }
 }
 
-impl OutputFormat for Orbax {
-    fn name(&self) -> &'static str {
-        "orbax"
-    }
+fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
+    ArrayTable::new(plan, &[]).err().map(lacking)
+}
 
-    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
-        ArrayTable::new(plan, &[]).err().map(Self::lacking)
-    }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let beside: Vec<String> = input.objects(Container::Orbax).map(|(path, _)| path.clone()).collect();
-        let table = match ArrayTable::new(&input.plan, &beside) {
-            Ok(table) => Arc::new(table),
-            Err(reason) => return Ok(Self::lacking(reason).into()),
-        };
-        let metadata = |place| Arc::from(checkpoint_metadata(input, place).into_bytes());
-        let arrays =
-            Arrays { input: Arc::clone(input), table, item: metadata(MetadataPlace::Item), tree: OnceLock::new() };
-        let step: Arc<[u8]> = metadata(MetadataPlace::Step { item: ITEM });
-        let directory = Directory::with(self.name(), |directory| {
-            if let Some(directory) = directory.directory("0") {
-                directory.file("_CHECKPOINT_METADATA", text_file(step, DerivedFrom::Tensors));
-                directory.subtree(ITEM, arrays);
-            }
-        });
-        Ok(directory.into())
-    }
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    let beside: Vec<String> = input.objects(Container::Orbax).map(|(path, _)| path.clone()).collect();
+    let table = match ArrayTable::new(&input.plan, &beside) {
+        Ok(table) => Arc::new(table),
+        Err(reason) => return Ok(lacking(reason).into()),
+    };
+    let metadata = |place| Arc::from(checkpoint_metadata(input, place).into_bytes());
+    let arrays = Arrays { input: Arc::clone(input), table, item: metadata(MetadataPlace::Item), tree: OnceLock::new() };
+    let step: Arc<[u8]> = metadata(MetadataPlace::Step { item: ITEM });
+    let directory = Directory::with(ORBAX.name, |directory| {
+        if let Some(directory) = directory.directory("0") {
+            directory.file("_CHECKPOINT_METADATA", text_file(step, DerivedFrom::Tensors));
+            directory.subtree(ITEM, arrays);
+        }
+    });
+    Ok(directory.into())
 }
 
 /// A `_CHECKPOINT_METADATA`; its time is that of the newest source file.

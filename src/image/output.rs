@@ -23,21 +23,14 @@ pub const OWN: &str = ".ckfs";
 pub const OF_THE_HOST: [&str; 2] = [OWN, "_CHECKPOINT_METADATA"];
 
 /// An output format: the names and the wrapping of a view's tensors.
-pub trait OutputFormat: Send + Sync {
+pub struct OutputFormat {
     /// Its name in messages, which is that of its directory where it has one.
-    fn name(&self) -> &'static str;
-
+    pub name: &'static str,
     /// The part of a plan's view that the format cannot show; `None` if it shows all.
-    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
-        let _ = plan;
-        None
-    }
-
-    /// The directories and files of a view, relative to the view's own directory.
-    ///
-    /// # Errors
-    /// Every problem that prevents the mount of the view.
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>>;
+    pub unavailable: fn(&Plan) -> Option<OmittedFormat>,
+    /// The directories and files of a view, relative to the view's own directory; or every problem that prevents the mount of the
+    /// view.
+    pub layout: fn(&Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>>,
 }
 
 /// A format's files for a view.

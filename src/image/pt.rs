@@ -14,37 +14,30 @@ use super::{
 };
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct Pt;
+pub(super) const PT: OutputFormat = OutputFormat { name: "pt", unavailable, layout };
 
-impl OutputFormat for Pt {
-    fn name(&self) -> &'static str {
-        "pt"
+fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
+    let reason = torch_archive::fits(plan).err()?;
+    Some(OmittedFormat { format: PT.name, omission: Omission::Empty, reason })
+}
+
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    if let Some(found) = unavailable(&input.plan) {
+        return Ok(found.into());
     }
-
-    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
-        let reason = torch_archive::fits(plan).err()?;
-        Some(OmittedFormat { format: self.name(), omission: Omission::Empty, reason })
-    }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        if let Some(found) = self.unavailable(&input.plan) {
-            return Ok(found.into());
+    let directory = Directory::with(PT.name, |directory| {
+        for device in &input.plan.devices {
+            let file = BundleFile {
+                bundle: Arc::clone(input.bundle()),
+                device: *device,
+                len_bytes: |bundle, device| bundle.torch_len(device, len_bytes),
+                lay_out: |bundle, device| lay_out(&bundle.entries(device)),
+                is_bundle: true,
+            };
+            directory.file(&format!("dev{device}.pt"), file);
         }
-        let directory = Directory::with(self.name(), |directory| {
-            for device in &input.plan.devices {
-                let file = BundleFile {
-                    bundle: Arc::clone(input.bundle()),
-                    device: *device,
-                    len_bytes: |bundle, device| bundle.torch_len(device, len_bytes),
-                    lay_out: |bundle, device| lay_out(&bundle.entries(device)),
-                    is_bundle: true,
-                };
-                directory.file(&format!("dev{device}.pt"), file);
-            }
-        });
-        Ok(directory.into())
-    }
+    });
+    Ok(directory.into())
 }
 
 /// Length of the file that [`lay_out`] produces.

@@ -15,8 +15,7 @@ use super::{
 };
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct RawFormat;
+pub(super) const RAW: OutputFormat = OutputFormat { name: "raw", unavailable: |_| None, layout };
 
 /// A file of a view's elements in row-major order, little-endian.
 ///
@@ -28,29 +27,23 @@ pub fn raw(name: &str, view: View) -> Result<FileImage, ImageError> {
     Ok(image)
 }
 
-impl OutputFormat for RawFormat {
-    fn name(&self) -> &'static str {
-        "raw"
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    let plan = &input.plan;
+    let names = Arc::new(NameTree::new(plan, "", |_| true)?);
+    let encoding = Encoding { lay_out: raw, is_plain: true };
+    let files = |device| TensorFiles { input: Arc::clone(input), names: Arc::clone(&names), device, encoding };
+    let mut directory = Directory::default();
+    directory.subtree("full", files(None));
+    for device in &plan.devices {
+        directory.subtree(&format!("dev{device}"), files(Some(*device)));
     }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let plan = &input.plan;
-        let names = Arc::new(NameTree::new(plan, "", |_| true)?);
-        let encoding = Encoding { lay_out: raw, is_plain: true };
-        let files = |device| TensorFiles { input: Arc::clone(input), names: Arc::clone(&names), device, encoding };
-        let mut directory = Directory::default();
-        directory.subtree("full", files(None));
+    if !plan.mesh.axes().is_empty()
+        && let Some(mesh) = directory.directory("mesh")
+    {
         for device in &plan.devices {
-            directory.subtree(&format!("dev{device}"), files(Some(*device)));
+            let target = format!("../dev{device}").into_boxed_str();
+            mesh.add(&plan.mesh.path(*device).join(","), Shown::Link(target));
         }
-        if !plan.mesh.axes().is_empty()
-            && let Some(mesh) = directory.directory("mesh")
-        {
-            for device in &plan.devices {
-                let target = format!("../dev{device}").into_boxed_str();
-                mesh.add(&plan.mesh.path(*device).join(","), Shown::Link(target));
-            }
-        }
-        Ok(directory.into())
     }
+    Ok(directory.into())
 }

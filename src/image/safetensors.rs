@@ -15,55 +15,48 @@ use super::{
 };
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct Safetensors;
+pub(super) const SAFETENSORS: OutputFormat = OutputFormat { name: "safetensors", unavailable, layout };
 
-impl OutputFormat for Safetensors {
-    fn name(&self) -> &'static str {
-        "safetensors"
+/// The files are of the listed devices only.
+fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
+    if plan.lists_whole() {
+        return None;
     }
+    let (listed, all) = (plan.devices.len(), plan.mesh.devices());
+    let reason = format!(
+        "only {listed} of {all} devices are listed, and they do not hold every tensor whole: the files have no \
+         DCP_SHARDING_INFO, so that a reader of the whole directory refuses it and leaves no gaps"
+    );
+    Some(OmittedFormat { format: SAFETENSORS.name, omission: Omission::Part, reason })
+}
 
-    /// The files are of the listed devices only.
-    fn unavailable(&self, plan: &Plan) -> Option<OmittedFormat> {
-        if plan.lists_whole() {
-            return None;
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    let bundle = input.bundle();
+    bundle
+        .check()
+        .map_err(|error| vec![Problem::File { file: SAFETENSORS.name.to_owned(), reason: error.to_string() }])?;
+    let directory = Directory::with(SAFETENSORS.name, |directory| {
+        for device in &input.plan.devices {
+            let file = BundleFile {
+                bundle: Arc::clone(bundle),
+                device: *device,
+                len_bytes: Bundle::safetensors_len,
+                lay_out: Bundle::safetensors,
+                is_bundle: true,
+            };
+            directory.file(&format!("dev{device}.safetensors"), file);
         }
-        let (listed, all) = (plan.devices.len(), plan.mesh.devices());
-        let reason = format!(
-            "only {listed} of {all} devices are listed, and they do not hold every tensor whole: the files have no \
-             DCP_SHARDING_INFO, so that a reader of the whole directory refuses it and leaves no gaps"
-        );
-        Some(OmittedFormat { format: self.name(), omission: Omission::Part, reason })
-    }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let bundle = input.bundle();
-        bundle
-            .check()
-            .map_err(|error| vec![Problem::File { file: self.name().to_owned(), reason: error.to_string() }])?;
-        let directory = Directory::with(self.name(), |directory| {
-            for device in &input.plan.devices {
-                let file = BundleFile {
-                    bundle: Arc::clone(bundle),
-                    device: *device,
-                    len_bytes: Bundle::safetensors_len,
-                    lay_out: Bundle::safetensors,
-                    is_bundle: true,
-                };
-                directory.file(&format!("dev{device}.safetensors"), file);
-            }
-            // An index cannot describe parts of tensors: a reader would take a shard that it names for the tensor.
-            if let Some(whole_on) = bundle.whole_on() {
-                let input = Arc::clone(input);
-                let index = move || {
-                    let plan = Arc::clone(&input.plan);
-                    FileContent::generated(Arc::new(SafetensorsIndex::new(plan, input.kinds(), &whole_on)))
-                };
-                directory.file("model.safetensors.index.json", LazyFile::new(index, DerivedFrom::Tensors));
-            }
-        });
-        Ok(FormatFiles { directory, unavailable: self.unavailable(&input.plan) })
-    }
+        // An index cannot describe parts of tensors: a reader would take a shard that it names for the tensor.
+        if let Some(whole_on) = bundle.whole_on() {
+            let input = Arc::clone(input);
+            let index = move || {
+                let plan = Arc::clone(&input.plan);
+                FileContent::generated(Arc::new(SafetensorsIndex::new(plan, input.kinds(), &whole_on)))
+            };
+            directory.file("model.safetensors.index.json", LazyFile::new(index, DerivedFrom::Tensors));
+        }
+    });
+    Ok(FormatFiles { directory, unavailable: unavailable(&input.plan) })
 }
 
 /// A file of a device's shards.

@@ -17,50 +17,43 @@ use super::{
 };
 
 /// See the module's documentation.
-#[derive(Debug)]
-pub(super) struct Universal;
+pub(super) const UNIVERSAL: OutputFormat = OutputFormat { name: "universal", unavailable: |_| None, layout };
 
 /// The file by which `DeepSpeed` finds the directory.
 const LATEST: &str = "latest_universal";
 
-impl OutputFormat for Universal {
-    fn name(&self) -> &'static str {
-        "universal"
+fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
+    let (checkpoint, mut directory) = (&input.checkpoint, Directory::default());
+    let files = &checkpoint.saved_tree().universal;
+    let view = |tensor: &ckfs_plan::PlannedTensor| (tensor.name.clone(), tensor.view.clone());
+    let views: Arc<HashMap<String, View>> = Arc::new(input.plan.bundle().map(view).collect());
+    let is_stored = |(name, view): (&String, &View)| {
+        checkpoint.find(name).is_some_and(|id| checkpoint.tensor(id).dtype == view.dtype())
+    };
+    // Of other tensors than the stored ones the optimizer's state says nothing.
+    if files.is_empty() || !input.is_whole() || !views.iter().all(is_stored) || checkpoint.averaged().is_some() {
+        return Ok(directory.into());
     }
-
-    fn layout(&self, input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-        let (checkpoint, mut directory) = (&input.checkpoint, Directory::default());
-        let files = &checkpoint.saved_tree().universal;
-        let view = |tensor: &ckfs_plan::PlannedTensor| (tensor.name.clone(), tensor.view.clone());
-        let views: Arc<HashMap<String, View>> = Arc::new(input.plan.bundle().map(view).collect());
-        let is_stored = |(name, view): (&String, &View)| {
-            checkpoint.find(name).is_some_and(|id| checkpoint.tensor(id).dtype == view.dtype())
+    for (path, file) in files {
+        let entry = if let UniversalFile::Original(file) = file {
+            unchanged(input, *file)
+        } else {
+            let (input, views, path) = (Arc::clone(input), Arc::clone(&views), path.clone());
+            let file = ArchiveFile { input, views, path };
+            file.image().map_err(|ImageError(reason)| vec![Problem::File { file: file.path.clone(), reason }])?;
+            Shown::File(Arc::new(file))
         };
-        // Of other tensors than the stored ones the optimizer's state says nothing.
-        if files.is_empty() || !input.is_whole() || !views.iter().all(is_stored) || checkpoint.averaged().is_some() {
-            return Ok(directory.into());
+        let mut names = path.split('/');
+        let name = names.next_back().unwrap_or_default();
+        let parent = directory.directory(UNIVERSAL.name);
+        let parent = names.try_fold(parent, |parent, name| Some(parent?.directory(name))).flatten();
+        if !parent.is_some_and(|parent| parent.add(name, entry)) {
+            let reason = "another file has this name".to_owned();
+            return Err(vec![Problem::File { file: format!("{}/{path}", UNIVERSAL.name), reason }]);
         }
-        for (path, file) in files {
-            let entry = if let UniversalFile::Original(file) = file {
-                unchanged(input, *file)
-            } else {
-                let (input, views, path) = (Arc::clone(input), Arc::clone(&views), path.clone());
-                let file = ArchiveFile { input, views, path };
-                file.image().map_err(|ImageError(reason)| vec![Problem::File { file: file.path.clone(), reason }])?;
-                Shown::File(Arc::new(file))
-            };
-            let mut names = path.split('/');
-            let name = names.next_back().unwrap_or_default();
-            let parent = directory.directory(self.name());
-            let parent = names.try_fold(parent, |parent, name| Some(parent?.directory(name))).flatten();
-            if !parent.is_some_and(|parent| parent.add(name, entry)) {
-                let reason = "another file has this name".to_owned();
-                return Err(vec![Problem::File { file: format!("{}/{path}", self.name()), reason }]);
-            }
-        }
-        directory.file(LATEST, text_file(self.name().as_bytes().into(), DerivedFrom::Tensors));
-        Ok(directory.into())
     }
+    directory.file(LATEST, text_file(UNIVERSAL.name.as_bytes().into(), DerivedFrom::Tensors));
+    Ok(directory.into())
 }
 
 /// A file that `torch.save` would write.
