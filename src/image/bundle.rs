@@ -17,8 +17,8 @@ use ckfs_tensor::{DType, View};
 use super::{
     file_image::{FileImage, ImageError},
     safetensors_layout::{
-        NamedView, SafetensorsLength, digits, fills_lines, metadata_bytes, safetensors, saved_offsets,
-        sharding_metadata, sort_for_file, tensor_row_bytes,
+        NamedView, counted_bytes, digits, fills_lines, metadata_bytes, safetensors, saved_offsets, sharding_metadata,
+        sort_for_file, tensor_row_bytes,
     },
     shard_class::ShardClasses,
 };
@@ -100,7 +100,7 @@ impl Bundle {
             3 * tensor_row_bytes(&tensor.name, tensor.view.dtype(), rank) + 62 * rank as u64 + 140
         };
         let bytes: u64 = self.plan.bundle().map(most).sum();
-        if SafetensorsLength::counted(0, bytes, 0).file_bytes().is_ok() {
+        if counted_bytes(0, bytes, 0).is_ok() {
             return Ok(());
         }
         self.plan.devices.iter().try_for_each(|device| self.safetensors_bytes(*device).map(drop))
@@ -217,7 +217,7 @@ impl Bundle {
 
     fn safetensors_bytes(&self, device: u64) -> Result<u64, ImageError> {
         let (metadata, rows, data) = self.counted(device);
-        SafetensorsLength::counted(metadata, rows, data).file_bytes()
+        counted_bytes(metadata, rows, data)
     }
 
     /// Length of a device's safetensors file.
@@ -233,7 +233,7 @@ impl Bundle {
         }
         let (_, rows, data) = self.counted(device);
         // Its metadata is a part of that of the device's safetensors file.
-        SafetensorsLength::counted(metadata_bytes(FORMAT_PT), rows, data).file_bytes().expect(CHECKED)
+        counted_bytes(metadata_bytes(FORMAT_PT), rows, data).expect(CHECKED)
     }
 
     /// A device's safetensors file.

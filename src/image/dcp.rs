@@ -6,8 +6,7 @@ use ckfs_checkpoint::Container;
 use ckfs_plan::{Plan, PlannedTensor, Problem, TensorKinds};
 
 use super::{
-    dcp_records::{self, DcpMetadata, OBJECTS},
-    dcp_segments::{distcp, distcp_name},
+    dcp_records::{self, DcpMetadata, OBJECTS, distcp, distcp_name},
     file_image::{FileImage, ImageError},
     hf::unchanged,
     input::FormatInput,

@@ -1,3 +1,5 @@
+//! The files of a `torch.distributed.checkpoint` directory: segments, each an archive of one chunk.
+//!
 //! `dcp/.metadata`: a row for each chunk of each tensor, and one more for the chunk's segment, generated as they are read.
 //!
 //! Chunks of tensors of one kind have rows of equal length. Rows of segments differ in the segments' offsets, which always take
@@ -12,13 +14,15 @@ use ckfs_format::{
     torch::write as torch,
 };
 use ckfs_plan::{Plan, PlannedTensor, TensorKinds};
-use ckfs_tensor::{Region, Shape};
+use ckfs_tensor::{DType, Region, Shape, to_usize};
 use parking_lot::Mutex;
 
 use super::{
-    dcp_segments::{Segments, distcp_name},
+    file_image::{FileImage, ImageError},
     generated_records::{GeneratedRecords, byte_counter, starts},
+    safetensors_layout::NamedView,
     shard_class::ShardClasses,
+    torch_archive::{Root, alignment, archive_len, data_bytes, push_archive},
 };
 
 /// Chunks, or files, in one block of rows.
@@ -38,9 +42,6 @@ const CHUNKS_MAX: u64 = 1 << 26;
 
 /// Most shapes of chunks that are compared, over all kinds of tensors and all files.
 const SHAPES_MAX: u64 = 1 << 24;
-
-/// Groups before those of the tensors: the head, and the files.
-const BEFORE_TENSORS: usize = 2;
 
 /// Chunks of a kind on the devices of one block.
 #[derive(Clone, Copy, Debug)]
@@ -71,8 +72,6 @@ pub(super) struct DcpMetadata {
     shapes: Vec<Shape>,
     /// By kind and class, the shape of the chunk that devices of the class hold: 0 for none, else its index plus 1.
     shape_of: Vec<u32>,
-    /// Ends of the blocks of files.
-    files: Vec<u64>,
     /// For every [`STEP`]th bundled tensor, and after the last one: by class, the end of the segments before it.
     ends: Vec<Vec<u64>>,
     /// What is no tensor: name, first byte in [`OBJECTS`] and length.
@@ -167,7 +166,6 @@ impl DcpMetadata {
             classes,
             shapes,
             shape_of,
-            files: Vec::new(),
             ends: Vec::new(),
             objects,
             cursor: Mutex::new(cursor),
@@ -178,9 +176,6 @@ impl DcpMetadata {
         metadata.blocks =
             blocks.map(|(kind, used)| if *used { metadata.kind_blocks(kind) } else { Vec::new() }).collect();
         metadata.ends = metadata.all_ends();
-        let mut count = byte_counter();
-        let file_blocks = (0..=metadata.file_blocks()).map(|block| count(&|out| metadata.file_block(block, out)));
-        metadata.files = starts(file_blocks).split_off(1);
         metadata.starts = starts(metadata.lengths().into_iter());
         metadata
     }
@@ -275,15 +270,16 @@ impl DcpMetadata {
         self.holders.binary_search(&device).expect("a device that is the first to hold a region has a file")
     }
 
-    fn file_blocks(&self) -> u64 {
-        (self.holders.len() as u64).div_ceil(BLOCK)
+    /// Groups before those of the tensors: the head, the blocks of files, and what is between these and the tensors.
+    fn before_tensors(&self) -> usize {
+        2 + self.holders.len().div_ceil(to_usize(BLOCK))
     }
 
     /// Lengths of all groups.
     fn lengths(&self) -> Vec<u64> {
         let mut count = byte_counter();
-        let mut lengths = vec![count(&|out| self.writer.head(out))];
-        lengths.push(self.files.last().copied().expect("there is a block after the last file"));
+        let mut lengths: Vec<u64> =
+            (0..self.before_tensors()).map(|group| count(&|out| self.before(group, out))).collect();
         let end = count(&|out| self.writer.end_tensor(out));
         lengths.extend((0..self.tensors.len()).map(|number| {
             let chunks = self.blocks(number).last().map_or(0, |block| block.chunks_end);
@@ -308,12 +304,13 @@ impl DcpMetadata {
         self.writer.end(out);
     }
 
-    /// A block of files; after the last, the bytes before the tensors.
-    fn file_block(&self, block: u64, out: &mut Vec<u8>) {
-        if block == self.file_blocks() {
+    fn before(&self, group: usize, out: &mut Vec<u8>) {
+        let Some(block) = group.checked_sub(1) else { return self.writer.head(out) };
+        if group + 1 == self.before_tensors() {
             return self.writer.begin(out);
         }
-        for (number, device) in (0..).zip(&self.holders).skip(usize_of(block * BLOCK)).take(usize_of(BLOCK)) {
+        let block_files = to_usize(BLOCK);
+        for (number, device) in (0..).zip(&self.holders).skip(block * block_files).take(block_files) {
             self.writer.file(number, &distcp_name(*device), out);
         }
     }
@@ -345,9 +342,8 @@ impl DcpMetadata {
 
     fn group(&self, group: usize) -> RowGroup {
         let count = self.tensors.len();
-        match group.checked_sub(BEFORE_TENSORS) {
-            None if group == 0 => RowGroup::Head,
-            None => RowGroup::Files,
+        match group.checked_sub(self.before_tensors()) {
+            None => RowGroup::Before,
             Some(number) if number < count => RowGroup::Tensor(number),
             Some(number) if number == count => RowGroup::BeginSegments,
             Some(number) if number <= 2 * count => RowGroup::Segments(number - count - 1),
@@ -356,14 +352,9 @@ impl DcpMetadata {
     }
 }
 
-fn usize_of(number: u64) -> usize {
-    usize::try_from(number).expect("fewer files than memory has bytes")
-}
-
 /// Type of a group of rows.
 enum RowGroup {
-    Head,
-    Files,
+    Before,
     /// A bundled tensor and its chunks.
     Tensor(usize),
     BeginSegments,
@@ -380,8 +371,7 @@ impl GeneratedRecords for DcpMetadata {
     fn block_ends(&self, group: usize) -> Vec<u64> {
         let len = self.starts[group + 1] - self.starts[group];
         match self.group(group) {
-            RowGroup::Head | RowGroup::BeginSegments | RowGroup::End => vec![len],
-            RowGroup::Files => self.files.clone(),
+            RowGroup::Before | RowGroup::BeginSegments | RowGroup::End => vec![len],
             RowGroup::Tensor(number) => {
                 let mut description = Vec::new();
                 self.description(number, &mut description);
@@ -395,8 +385,7 @@ impl GeneratedRecords for DcpMetadata {
 
     fn write(&self, group: usize, block: usize, out: &mut Vec<u8>) {
         match self.group(group) {
-            RowGroup::Head => self.writer.head(out),
-            RowGroup::Files => self.file_block(block as u64, out),
+            RowGroup::Before => self.before(group, out),
             RowGroup::Tensor(number) if block == 0 => self.description(number, out),
             RowGroup::Tensor(number) if block > self.blocks(number).len() => self.writer.end_tensor(out),
             RowGroup::Tensor(number) => self.chunk_block(number, block - 1, out),
@@ -405,4 +394,60 @@ impl GeneratedRecords for DcpMetadata {
             RowGroup::End => self.end(out),
         }
     }
+}
+
+/// The offsets of the segments in files of a `torch.distributed.checkpoint` directory; segments follow each other in a file.
+#[derive(Clone, Debug)]
+pub(super) struct Segments {
+    /// Lengths of the files.
+    pub(super) ends: Vec<u64>,
+    /// Lengths of segments by type and shape. A model has many chunks, but of few shapes.
+    lens: HashMap<(DType, Shape), u64>,
+}
+
+impl Segments {
+    /// `files` files without segments.
+    pub(super) fn new(files: usize) -> Self {
+        Self { ends: vec![0; files], lens: HashMap::new() }
+    }
+
+    /// Continues after the segments that end at `ends`, by file.
+    pub(super) fn go_on(&mut self, ends: &[u64]) {
+        self.ends.clear();
+        self.ends.extend_from_slice(ends);
+    }
+
+    /// Appends the segment of a chunk of this type and shape to a file; returns its first byte and its length.
+    pub(super) fn add(&mut self, file: usize, dtype: DType, shape: &Shape) -> (u64, u64) {
+        let start = self.ends[file].next_multiple_of(alignment(data_bytes(dtype, shape)));
+        let len = || archive_len(&Root::Tensor, &[(dtype, shape)]);
+        let len = *self.lens.entry((dtype, shape.clone())).or_insert_with(len);
+        self.ends[file] = start + len;
+        (start, len)
+    }
+}
+
+/// A file of chunks, one segment each.
+///
+/// # Errors
+/// Torch cannot hold a type.
+///
+/// # Panics
+/// If an element type has no whole bytes: see [`super::torch_archive::torch_holds`].
+pub(super) fn distcp<'a>(entries: impl Iterator<Item = NamedView<'a>>) -> Result<FileImage, ImageError> {
+    let mut image = FileImage::default();
+    let mut segments = Segments::new(1);
+    for entry in entries {
+        let end = segments.ends[0];
+        let (start, _) = segments.add(0, entry.view.dtype(), entry.view.shape());
+        let gap = usize::try_from(start - end).expect("less than a page");
+        image.push_bytes(vec![0; gap].into());
+        push_archive(&mut image, &Root::Tensor, &[entry])?;
+    }
+    Ok(image)
+}
+
+/// Name of the file of number `file` in a `torch.distributed.checkpoint` directory.
+pub(super) fn distcp_name(file: u64) -> String {
+    format!("__{file}_0.distcp")
 }

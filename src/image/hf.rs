@@ -12,8 +12,8 @@ use super::{
     file_image::ImageError,
     input::FormatInput,
     output::{
-        DerivedFrom, Directory, FileContent, FormatFiles, Omission, OmittedFormat, OutputFormat, Shown, VirtualFile,
-        text_file,
+        DerivedFrom, Directory, FileContent, FormatFiles, LazyFile, Omission, OmittedFormat, OutputFormat, Shown,
+        VirtualFile, text_file,
     },
     safetensors_layout::{self, safetensors},
 };
@@ -84,7 +84,8 @@ pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<Shown, Pro
 /// A file of the source, unchanged.
 pub(super) fn unchanged(input: &FormatInput, file: FileId) -> Shown {
     let len_bytes = input.checkpoint.source().len_bytes(file);
-    Shown::File(Arc::new(OriginalFile { file, len_bytes }))
+    let derived = DerivedFrom::Repository { file: Some(file), views: Vec::new(), all_tensors: false };
+    Shown::File(Arc::new(LazyFile::new(move || FileContent::Original(file, len_bytes), derived)))
 }
 
 /// A text in place of the repository's own at a path.
@@ -104,27 +105,6 @@ fn original(checkpoint: &Checkpoint, path: &str) -> Option<FileId> {
 fn lay_out(tensors: &[(String, View)], metadata: &[(String, String)]) -> Result<super::FileImage, ImageError> {
     let entries = tensors.iter().map(|(name, view)| safetensors_layout::NamedView { name, view: view.clone() });
     safetensors(entries.collect(), &borrowed(metadata))
-}
-
-/// A file of the repository, unchanged.
-#[derive(Debug)]
-struct OriginalFile {
-    file: FileId,
-    len_bytes: u64,
-}
-
-impl VirtualFile for OriginalFile {
-    fn len_bytes(&self) -> u64 {
-        self.len_bytes
-    }
-
-    fn content(&self) -> Result<FileContent, ImageError> {
-        Ok(FileContent::Original(self.file))
-    }
-
-    fn derived_from(&self) -> DerivedFrom {
-        DerivedFrom::Repository { file: Some(self.file), views: Vec::new(), all_tensors: false }
-    }
 }
 
 /// A weight file with other tensors than the repository's.

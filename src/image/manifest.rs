@@ -18,9 +18,6 @@ use super::{
 /// Devices in one block of rows.
 const BLOCK_DEVICES: usize = 256;
 
-/// Groups before those of the tensors: the start, and the devices.
-const BEFORE_TENSORS: usize = 2;
-
 /// Names in the repository of the tensors that a view reads, without duplicates, in order.
 pub(super) fn source_names<'a>(checkpoint: &'a Checkpoint, tensor: &PlannedTensor) -> Vec<&'a str> {
     let mut seen = std::collections::HashSet::new();
@@ -48,8 +45,6 @@ struct ManifestRecords {
     plan: Arc<Plan>,
     kinds: Arc<TensorKinds>,
     starts: Vec<u64>,
-    /// Ends of the blocks of devices.
-    devices: Vec<u64>,
     /// By tensor, bytes before its regions.
     before: Vec<u64>,
     /// By kind, ends of the blocks of regions, counted from the first region.
@@ -63,19 +58,10 @@ fn put(out: &mut Vec<u8>, value: &(impl serde::Serialize + ?Sized)) {
 
 impl ManifestRecords {
     fn new(checkpoint: Arc<Checkpoint>, plan: Arc<Plan>, kinds: Arc<TensorKinds>) -> Self {
-        let mut manifest = Self {
-            checkpoint,
-            plan,
-            kinds,
-            starts: Vec::new(),
-            devices: Vec::new(),
-            before: Vec::new(),
-            regions: Vec::new(),
-        };
+        let mut manifest =
+            Self { checkpoint, plan, kinds, starts: Vec::new(), before: Vec::new(), regions: Vec::new() };
         let mut count = byte_counter();
-        let head = count(&|out| manifest.head(out));
         let blocks = manifest.device_blocks();
-        let devices: Vec<u64> = (0..=blocks).map(|block| count(&|out| manifest.device_block(block, out))).collect();
         let regions = manifest.kinds.first.iter().map(|first| {
             let first = &manifest.plan.tensors[*first];
             starts((0..blocks).map(|block| count(&|out| manifest.region_block(first, block, out)))).split_off(1)
@@ -83,15 +69,13 @@ impl ManifestRecords {
         let regions: Vec<Vec<u64>> = regions.collect();
         let tensors = 0..manifest.plan.tensors.len();
         let before: Vec<u64> = tensors.clone().map(|tensor| count(&|out| manifest.before(tensor, out))).collect();
-        let lengths = tensors.map(|tensor| {
+        let mut lengths: Vec<u64> = (0..blocks + 2).map(|group| count(&|out| manifest.start(group, out))).collect();
+        lengths.extend(tensors.map(|tensor| {
             let regions = regions[manifest.kinds.of(tensor)].last().copied().unwrap_or(0);
             before[tensor] + regions + count(&|out| manifest.after(tensor, out))
-        });
-        let lengths: Vec<u64> = lengths.collect();
-        let tail = count(&Self::tail);
-        let all = [head, devices.iter().sum()].into_iter().chain(lengths).chain([tail]);
-        manifest.starts = starts(all);
-        manifest.devices = starts(devices.into_iter()).split_off(1);
+        }));
+        lengths.push(count(&Self::tail));
+        manifest.starts = starts(lengths.into_iter());
         (manifest.before, manifest.regions) = (before, regions);
         manifest
     }
@@ -104,6 +88,23 @@ impl ManifestRecords {
     fn block(&self, block: usize) -> impl Iterator<Item = (usize, u64)> {
         let places = block * BLOCK_DEVICES..self.plan.devices.len().min((block + 1) * BLOCK_DEVICES);
         places.map(|place| (place, self.plan.devices[place]))
+    }
+
+    /// A group before those of the tensors: the head, the blocks of devices, and what is between these and the tensors.
+    fn start(&self, group: usize, out: &mut Vec<u8>) {
+        let Some(block) = group.checked_sub(1) else { return self.head(out) };
+        if block == self.device_blocks() {
+            return out.extend(b"],\n\"tensors\": [");
+        }
+        for (place, device) in self.block(block) {
+            if place > 0 {
+                out.push(b',');
+            }
+            let names = self.plan.mesh.axes().iter().map(|axis| axis.name.clone());
+            let at: serde_json::Map<_, _> =
+                names.zip(self.plan.mesh.coordinates(device).into_iter().map(serde_json::Value::from)).collect();
+            put(out, &json!({"device": device, "coordinates": at}));
+        }
     }
 
     fn head(&self, out: &mut Vec<u8>) {
@@ -121,22 +122,6 @@ impl ManifestRecords {
         put(out, &head);
         assert_eq!(out.pop(), Some(b'}'), "an object ends with a brace");
         out.extend(b",\"devices\":[");
-    }
-
-    /// A block of devices; after the last, the bytes before the tensors.
-    fn device_block(&self, block: usize, out: &mut Vec<u8>) {
-        if block == self.device_blocks() {
-            return out.extend(b"],\n\"tensors\": [");
-        }
-        for (place, device) in self.block(block) {
-            if place > 0 {
-                out.push(b',');
-            }
-            let names = self.plan.mesh.axes().iter().map(|axis| axis.name.clone());
-            let at: serde_json::Map<_, _> =
-                names.zip(self.plan.mesh.coordinates(device).into_iter().map(serde_json::Value::from)).collect();
-            put(out, &json!({"device": device, "coordinates": at}));
-        }
     }
 
     /// A tensor's row before its regions.
@@ -187,9 +172,9 @@ impl ManifestRecords {
         out.extend(b"\n]}\n");
     }
 
-    /// The tensor of a group; `None` for groups of no tensor.
+    /// The tensor of a group; the number of tensors for the last one, `None` for groups before.
     fn tensor(&self, group: usize) -> Option<usize> {
-        group.checked_sub(BEFORE_TENSORS).filter(|tensor| *tensor < self.plan.tensors.len())
+        group.checked_sub(self.device_blocks() + 2)
     }
 }
 
@@ -201,21 +186,19 @@ impl GeneratedRecords for ManifestRecords {
     fn block_ends(&self, group: usize) -> Vec<u64> {
         let len = self.starts[group + 1] - self.starts[group];
         match self.tensor(group) {
-            None if group == 1 => self.devices.clone(),
-            None => vec![len],
-            Some(tensor) => {
+            Some(tensor) if tensor < self.plan.tensors.len() => {
                 let before = self.before[tensor];
                 let regions = self.regions[self.kinds.of(tensor)].iter().map(|end| before + end);
                 std::iter::once(before).chain(regions).chain([len]).collect()
             }
+            _ => vec![len],
         }
     }
 
     fn write(&self, group: usize, block: usize, out: &mut Vec<u8>) {
         match self.tensor(group) {
-            None if group == 0 => self.head(out),
-            None if group == 1 => self.device_block(block, out),
-            None => Self::tail(out),
+            None => self.start(group, out),
+            Some(tensor) if tensor == self.plan.tensors.len() => Self::tail(out),
             Some(tensor) if block == 0 => self.before(tensor, out),
             Some(tensor) if block > self.device_blocks() => self.after(tensor, out),
             Some(tensor) => self.region_block(&self.plan.tensors[tensor], block - 1, out),

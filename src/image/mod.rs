@@ -17,7 +17,6 @@ mod bundle;
 mod chunk_grid;
 mod dcp;
 mod dcp_records;
-mod dcp_segments;
 mod file_image;
 mod formats;
 mod generated_records;

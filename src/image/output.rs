@@ -79,8 +79,8 @@ pub struct OmittedFormat {
 /// Contents of a file.
 #[derive(Clone)]
 pub enum FileContent {
-    /// A source file, unchanged.
-    Original(FileId),
+    /// A source file, unchanged, and its length in bytes.
+    Original(FileId, u64),
     /// Literal bytes.
     Bytes(Arc<[u8]>),
     /// Records that are generated as they are read.
@@ -95,13 +95,13 @@ impl FileContent {
         Self::Generated(Arc::new(GeneratedFile::new(rows)))
     }
 
-    /// Length in bytes; `None` for a source file, whose length its source knows.
-    pub fn len_bytes(&self) -> Option<u64> {
+    /// Length in bytes.
+    pub fn len_bytes(&self) -> u64 {
         match self {
-            Self::Original(_) => None,
-            Self::Bytes(bytes) => Some(bytes.len() as u64),
-            Self::Generated(records) => Some(records.len_bytes()),
-            Self::Image(image) => Some(image.len_bytes()),
+            Self::Original(_, len_bytes) => *len_bytes,
+            Self::Bytes(bytes) => bytes.len() as u64,
+            Self::Generated(records) => records.len_bytes(),
+            Self::Image(image) => image.len_bytes(),
         }
     }
 }
@@ -163,12 +163,11 @@ pub trait VirtualFile: Send + Sync {
     /// As [`VirtualFile::content`], and if the layout has another length.
     fn open(&self) -> Result<FileContent, ImageError> {
         let (content, expected) = (self.content()?, self.len_bytes());
-        match content.len_bytes() {
-            Some(found) if found != expected => {
-                Err(ImageError(format!("the file was laid out with {found} bytes, expected {expected}")))
-            }
-            Some(_) | None => Ok(content),
+        let found = content.len_bytes();
+        if found != expected {
+            return Err(ImageError(format!("the file was laid out with {found} bytes, expected {expected}")));
         }
+        Ok(content)
     }
 }
 
@@ -180,7 +179,7 @@ pub struct LazyFile<F> {
 }
 
 impl<F: Fn() -> FileContent> LazyFile<F> {
-    /// A file of what `make` returns, which is no source file.
+    /// A file of what `make` returns.
     pub fn new(make: F, derived_from: DerivedFrom) -> Self {
         Self { content: OnceLock::new(), make, derived_from }
     }
@@ -192,7 +191,7 @@ impl<F: Fn() -> FileContent> LazyFile<F> {
 
 impl<F: Fn() -> FileContent + Send + Sync> VirtualFile for LazyFile<F> {
     fn len_bytes(&self) -> u64 {
-        self.made().len_bytes().expect("source files are not made")
+        self.made().len_bytes()
     }
 
     fn content(&self) -> Result<FileContent, ImageError> {
@@ -271,7 +270,7 @@ pub trait Subtree: Send + Sync {
     /// # Panics
     /// If the node is a directory.
     fn len_bytes(&self, at: u64) -> Result<u64, ImageError> {
-        Ok(self.content(at)?.len_bytes().expect("subtrees have no source files"))
+        Ok(self.content(at)?.len_bytes())
     }
 
     /// Names of a node's extended attributes.
@@ -405,7 +404,7 @@ mod tests {
             let error = Declared(expected).open().err().unwrap().to_string();
             assert_eq!(error, format!("the file was laid out with 5 bytes, expected {expected}"));
         }
-        assert_eq!(Declared(5).open().unwrap().len_bytes(), Some(5));
+        assert_eq!(Declared(5).open().unwrap().len_bytes(), 5);
     }
 
     #[test]

@@ -63,29 +63,15 @@ pub(super) fn safetensors(mut entries: Vec<NamedView<'_>>, metadata: &[(&str, &s
     Ok(image)
 }
 
-/// The quantities that determine the length of a file by [`safetensors()`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct SafetensorsLength {
-    unpadded_bytes: u64,
-    data_bytes: u64,
-}
-
-impl SafetensorsLength {
-    /// The length of a file whose metadata takes [`metadata_bytes`], whose tensors have rows of `rows_bytes`
-    /// ([`tensor_row_bytes`] and the [`digits`] of extents and offsets), and elements of `data_bytes`.
-    pub(super) fn counted(metadata_bytes: u64, rows_bytes: u64, data_bytes: u64) -> Self {
-        Self { unpadded_bytes: unpadded_bytes(metadata_bytes, rows_bytes), data_bytes }
-    }
-
-    /// Length of the file.
-    ///
-    /// # Errors
-    /// The header exceeds the format's limit.
-    pub(super) fn file_bytes(self) -> Result<u64, ImageError> {
-        let header = padded_bytes(self.unpadded_bytes, DATA_ALIGNMENT)?;
-        let reached = if self.data_bytes >= LARGE_DATA_BYTES { header.max(LARGE_DATA_START) } else { header };
-        Ok(reached + self.data_bytes)
-    }
+/// Length of a file by [`safetensors()`] whose metadata takes [`metadata_bytes`], whose tensors have rows of `rows_bytes`
+/// ([`tensor_row_bytes`] and the [`digits`] of extents and offsets), and elements of `data_bytes`.
+///
+/// # Errors
+/// The header exceeds the format's limit.
+pub(super) fn counted_bytes(metadata_bytes: u64, rows_bytes: u64, data_bytes: u64) -> Result<u64, ImageError> {
+    let header = padded_bytes(unpadded_bytes(metadata_bytes, rows_bytes), DATA_ALIGNMENT)?;
+    let reached = if data_bytes >= LARGE_DATA_BYTES { header.max(LARGE_DATA_START) } else { header };
+    Ok(reached + data_bytes)
 }
 
 /// The offsets in a file's metadata of a shard of a tensor of these extents.

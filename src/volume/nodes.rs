@@ -33,7 +33,7 @@ impl Volume {
     pub fn image(&self, ino: Ino) -> Result<Option<FileImage>, FsError> {
         match self.content(ino)? {
             FileContent::Image(image) => Ok(Some(image)),
-            FileContent::Original(_) | FileContent::Bytes(_) | FileContent::Generated(_) => Ok(None),
+            FileContent::Original(..) | FileContent::Bytes(_) | FileContent::Generated(_) => Ok(None),
         }
     }
 
@@ -41,7 +41,7 @@ impl Volume {
     pub fn original(&self, ino: Ino) -> Option<FileId> {
         let TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. }) = self.tree.node(ino)? else { return None };
         match node.file.open() {
-            Ok(FileContent::Original(file)) => Some(file),
+            Ok(FileContent::Original(file, _)) => Some(file),
             Ok(FileContent::Bytes(_) | FileContent::Generated(_) | FileContent::Image(_)) | Err(_) => None,
         }
     }

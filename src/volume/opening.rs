@@ -128,7 +128,7 @@ impl Volume {
             return self.engine.sources_of(&file).to_vec();
         }
         match self.content(ino) {
-            Ok(FileContent::Original(file)) => vec![file],
+            Ok(FileContent::Original(file, _)) => vec![file],
             Ok(FileContent::Image(image)) => self.engine.sources_of(&PreparedFile::new(String::new(), image)).to_vec(),
             Ok(FileContent::Bytes(_) | FileContent::Generated(_)) | Err(_) => Vec::new(),
         }
@@ -230,7 +230,7 @@ impl Volume {
             image(file)
         } else {
             match self.content(ino)? {
-                FileContent::Original(file) => Open::Original(file),
+                FileContent::Original(file, _) => Open::Original(file),
                 FileContent::Bytes(bytes) => Open::Bytes(bytes),
                 FileContent::Generated(rows) => Open::Generated(rows),
                 FileContent::Image(laid_out) => image(self.ready(ino, laid_out)),
