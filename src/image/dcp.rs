@@ -63,7 +63,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         }
         // Where the source has its own, these are there already.
         directory.file("metadata.json", text_file(MEGATRON_METADATA.as_bytes().into(), DerivedFrom::Tensors));
-        directory.file("common.pt", text_file(common_pt().into(), DerivedFrom::Tensors));
+        directory.file("common.pt", text_file(common_pt(), DerivedFrom::Tensors));
     });
     Ok(directory.into())
 }

@@ -14,7 +14,7 @@ use ckfs_format::{
     torch::write as torch,
 };
 use ckfs_plan::{Plan, PlannedTensor, TensorKinds};
-use ckfs_tensor::{DType, Region, Shape, to_usize};
+use ckfs_tensor::{DType, Element, Region, Shape, View, to_usize};
 use parking_lot::Mutex;
 
 use super::{
@@ -22,7 +22,7 @@ use super::{
     generated_records::{GeneratedRecords, byte_counter, starts},
     safetensors_layout::NamedView,
     shard_class::ShardClasses,
-    torch_archive::{Root, alignment, archive_len, data_bytes, push_archive},
+    torch_archive::{Root, alignment, data_bytes, push_archive},
 };
 
 /// Chunks, or files, in one block of rows.
@@ -420,7 +420,13 @@ impl Segments {
     /// Appends the segment of a chunk of this type and shape to a file; returns its first byte and its length.
     pub(super) fn add(&mut self, file: usize, dtype: DType, shape: &Shape) -> (u64, u64) {
         let start = self.ends[file].next_multiple_of(alignment(data_bytes(dtype, shape)));
-        let len = || archive_len(&Root::Tensor, &[(dtype, shape)]);
+        // That of zeros of the same type and shape.
+        let len = || {
+            let (mut image, view) = (FileImage::default(), View::fill(shape.clone(), Element::zero(dtype)));
+            let pushed = push_archive(&mut image, &Root::Tensor, &[NamedView { name: "", view }]);
+            pushed.expect("types that torch lacks were refused");
+            image.len_bytes()
+        };
         let len = *self.lens.entry((dtype, shape.clone())).or_insert_with(len);
         self.ends[file] = start + len;
         (start, len)

@@ -10,7 +10,7 @@ use super::{
     output::{Directory, FormatFiles, Omission, OmittedFormat, OutputFormat},
     safetensors::BundleFile,
     safetensors_layout::NamedView,
-    torch_archive::{self, Root, archive_len, push_archive},
+    torch_archive::{self, Root, push_archive},
 };
 
 /// See the module's documentation.
@@ -30,7 +30,9 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
             let file = BundleFile {
                 bundle: Arc::clone(input.bundle()),
                 device: *device,
-                len_bytes: |bundle, device| bundle.torch_len(device, len_bytes),
+                len_bytes: |bundle, device| {
+                    bundle.torch_len(device, |entries| lay_out(entries).expect(HELD).len_bytes())
+                },
                 lay_out: |bundle, device| lay_out(&bundle.entries(device)),
                 is_bundle: true,
             };
@@ -40,12 +42,8 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     Ok(directory.into())
 }
 
-/// Length of the file that [`lay_out`] produces.
-fn len_bytes(entries: &[NamedView<'_>]) -> u64 {
-    let names: Vec<_> = entries.iter().map(|entry| entry.name).collect();
-    let tensors: Vec<_> = entries.iter().map(|entry| (entry.view.dtype(), entry.view.shape())).collect();
-    archive_len(&Root::Dictionary(&names), &tensors)
-}
+/// Why lengths cannot fail.
+const HELD: &str = "types that torch lacks were refused";
 
 fn lay_out(entries: &[NamedView<'_>]) -> Result<FileImage, ImageError> {
     let names: Vec<_> = entries.iter().map(|entry| entry.name).collect();

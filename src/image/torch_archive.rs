@@ -12,7 +12,7 @@ use ckfs_plan::{Plan, PlannedTensor};
 use ckfs_tensor::{DType, Shape};
 
 use super::{
-    file_image::{FileImage, ImageError},
+    file_image::{FileImage, ImageError, Segment},
     safetensors_layout::NamedView,
 };
 
@@ -25,13 +25,6 @@ const LARGE_BYTES: u64 = 1 << 20;
 
 pub(super) fn alignment(data_bytes: u64) -> u64 {
     if data_bytes < LARGE_BYTES { ALIGNMENT } else { PAGE }
-}
-
-/// A part of an archive.
-enum ArchivePart {
-    Bytes(Vec<u8>),
-    /// The elements of the tensor of this number.
-    Data(usize),
 }
 
 /// The object in an archive's pickle.
@@ -94,25 +87,6 @@ fn storages<'a>(tensors: &[(DType, &Shape)]) -> Vec<StorageLen<'a>> {
     tensors.iter().enumerate().map(storage).collect()
 }
 
-/// Lays out an archive and passes its parts to `each` in order. `checksum` computes those of literal bytes.
-fn archive(pickle: &[u8], storages: &[StorageLen<'_>], checksum: fn(&[u8]) -> u32, each: &mut dyn FnMut(ArchivePart)) {
-    let mut zip = ZipWriter::default();
-    let small = |zip: &mut ZipWriter, name: &str, bytes: &[u8]| {
-        zip.entry(&format!("{}/{name}", torch::ROOT), bytes.len() as u64, checksum(bytes), ALIGNMENT)
-    };
-    for (name, bytes) in [("data.pkl", pickle), ("byteorder", b"little".as_slice())] {
-        each(ArchivePart::Bytes(small(&mut zip, name, bytes)));
-        each(ArchivePart::Bytes(bytes.to_vec()));
-    }
-    for (number, (key, len)) in storages.iter().enumerate() {
-        each(ArchivePart::Bytes(zip.entry(&format!("{}/data/{key}", torch::ROOT), *len, 0, alignment(*len))));
-        each(ArchivePart::Data(number));
-    }
-    let version = b"3\n".as_slice();
-    each(ArchivePart::Bytes(small(&mut zip, "version", version)));
-    each(ArchivePart::Bytes([version, &zip.finish()].concat()));
-}
-
 /// Bytes of a tensor's elements.
 pub(super) fn data_bytes(dtype: DType, shape: &Shape) -> u64 {
     dtype.bytes_of(shape.elements()).expect("a type of torch has whole bytes, and a plan's tensors fit 64 bits")
@@ -120,19 +94,6 @@ pub(super) fn data_bytes(dtype: DType, shape: &Shape) -> u64 {
 
 fn infallible(pickle: io::Result<Vec<u8>>) -> Vec<u8> {
     pickle.expect("memory takes all bytes, no name has 4 GiB, and types that torch lacks were refused")
-}
-
-/// Length of the archive that [`push_archive`] lays out.
-pub(super) fn archive_len(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> u64 {
-    let mut len = 0;
-    // The length does not depend on the checksums' values.
-    archive(&infallible(pickled(root, tensors)), &storages(tensors), |_| 0, &mut |part| {
-        len += match part {
-            ArchivePart::Bytes(bytes) => bytes.len() as u64,
-            ArchivePart::Data(number) => data_bytes(tensors[number].0, tensors[number].1),
-        };
-    });
-    len
 }
 
 /// Appends an archive of these tensors.
@@ -173,20 +134,25 @@ pub(super) fn push_pickled(
     storages: &[StorageLen<'_>],
     data: &dyn Fn(&mut FileImage, usize) -> Result<(), ImageError>,
 ) -> Result<(), ImageError> {
-    let mut result = Ok(());
+    let mut zip = ZipWriter::default();
     // Neighbouring literal parts become one segment.
     let mut literal = Vec::new();
-    archive(pickle, storages, crc32, &mut |part| match part {
-        ArchivePart::Bytes(bytes) => literal.extend(bytes),
-        ArchivePart::Data(number) => {
-            image.push_bytes(std::mem::take(&mut literal).into());
-            if let Err(error) = data(image, number) {
-                result = Err(error);
-            }
-        }
-    });
+    let small = |zip: &mut ZipWriter, literal: &mut Vec<u8>, name: &str, bytes: &[u8]| {
+        let name = format!("{}/{name}", torch::ROOT);
+        literal.extend(zip.entry(&name, bytes.len() as u64, crc32(bytes), ALIGNMENT));
+        literal.extend(bytes);
+    };
+    small(&mut zip, &mut literal, "data.pkl", pickle);
+    small(&mut zip, &mut literal, "byteorder", b"little");
+    for (number, (key, len)) in storages.iter().enumerate() {
+        literal.extend(zip.entry(&format!("{}/data/{key}", torch::ROOT), *len, 0, alignment(*len)));
+        image.push_bytes(std::mem::take(&mut literal).into());
+        data(image, number)?;
+    }
+    small(&mut zip, &mut literal, "version", b"3\n");
+    literal.extend(zip.finish());
     image.push_bytes(literal.into());
-    result
+    Ok(())
 }
 
 /// Whether torch has this type.
@@ -195,7 +161,7 @@ pub(super) fn torch_holds(dtype: DType) -> bool {
 }
 
 /// A `.pt` file of the dictionary `{"iteration": 0}`, which training frameworks store beside the tensors.
-pub(super) fn common_pt() -> Vec<u8> {
+pub(super) fn common_pt() -> Arc<[u8]> {
     let pickle = || {
         let mut bytes = Vec::new();
         let mut pickle = Pickle::new(&mut bytes)?;
@@ -206,13 +172,10 @@ pub(super) fn common_pt() -> Vec<u8> {
         pickle.stop()?;
         io::Result::Ok(bytes)
     };
-    let mut file = Vec::new();
-    archive(&infallible(pickle()), &[], crc32, &mut |part| {
-        if let ArchivePart::Bytes(bytes) = part {
-            file.extend(bytes);
-        }
-    });
-    file
+    let mut image = FileImage::default();
+    push_pickled(&mut image, &infallible(pickle()), &[], &|_, _| Ok(())).expect("there are no storages");
+    let [Segment::Bytes(bytes)] = image.segments() else { unreachable!("an archive without storages is one literal") };
+    Arc::clone(bytes)
 }
 
 /// Checks that torch has the types of all tensors.
