@@ -717,7 +717,7 @@ fn thousands_of_arrays_for_a_thousand_devices_cost_little() {
 /// A new format needs only its file and its line in the list, as long as nothing above the layer names a format.
 #[test]
 fn the_volume_names_no_format() {
-    let names: Vec<&str> = ckfs::image::FORMATS.iter().map(|format| format.name()).collect();
+    let names: Vec<&str> = ckfs::image::FORMATS.iter().map(|format| format.name).collect();
     assert_eq!(names.len(), names.iter().collect::<BTreeSet<_>>().len(), "{names:?}");
     let mut paths = vec![std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/volume")];
     let mut found = Vec::new();
