@@ -1,7 +1,7 @@
 //! Bodies of replies. The chunks of a file are read when the client has taken those before, so a slow client holds little memory.
 
 use std::{
-    io,
+    io, iter,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, ready},
@@ -9,6 +9,10 @@ use std::{
 };
 
 use bytes::Bytes;
+use futures_util::{
+    StreamExt,
+    stream::{self, BoxStream},
+};
 use http_body::{Body, Frame, SizeHint};
 
 use super::{
@@ -29,8 +33,6 @@ pub(super) struct FilePart {
     /// The next byte to be read, and the end.
     next: u64,
     end: u64,
-    /// Bytes that were not passed on yet.
-    left: u64,
     chunk_bytes: usize,
     waiting: Option<AwaitedRead<Bytes>>,
     passed: Option<Instant>,
@@ -44,7 +46,6 @@ impl FilePart {
             file: Arc::new(file),
             next: start,
             end,
-            left: end - start,
             chunk_bytes: CHUNK_BYTES_MIN * 4,
             waiting: None,
             passed: None,
@@ -63,10 +64,8 @@ impl FilePart {
         self.next = end;
     }
 
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<io::Result<Bytes>>> {
-        if self.left == 0 {
-            return Poll::Ready(None);
-        }
+    /// The next chunk, and what follows it.
+    async fn next(mut self) -> io::Result<Option<(Bytes, Self)>> {
         if let Some(taken) = self.passed.take().map(|passed| passed.elapsed()) {
             if taken < FAST {
                 self.chunk_bytes = (self.chunk_bytes * 2).min(CHUNK_BYTES_MAX);
@@ -75,54 +74,51 @@ impl FilePart {
             }
         }
         self.begin();
-        let Some(waiting) = &mut self.waiting else { return Poll::Ready(None) };
-        let chunk = ready!(waiting.as_mut().poll(context));
-        self.waiting = None;
-        let chunk = chunk.map_err(|refusal| io::Error::from_raw_os_error(refusal.errno))?;
-        self.left -= chunk.len() as u64;
+        let Some(waiting) = self.waiting.take() else { return Ok(None) };
+        let chunk = waiting.await?;
         self.passed = Some(Instant::now());
         if self.chunk_bytes == CHUNK_BYTES_MAX {
             self.begin();
         }
-        Poll::Ready(Some(Ok(chunk)))
+        Ok(Some((chunk, self)))
     }
 }
 
 /// Makes the parts of a text one after the other; none at its end. An error ends the connection.
 pub(super) type TextParts = Box<dyn FnMut() -> Option<io::Result<Bytes>> + Send>;
 
-enum Content {
-    Memory(Option<Bytes>),
-    File(FilePart),
-    Parts(TextParts),
-}
-
 /// The body of a reply.
 pub(super) struct ReplyBody {
-    content: Content,
+    chunks: BoxStream<'static, io::Result<Bytes>>,
+    /// Bytes that were not passed on yet, if their number is known.
+    left: Option<u64>,
     /// The connection is in use as long as there is one.
     _busy: Option<BusyMark>,
 }
 
 impl ReplyBody {
     /// No bytes.
-    pub(super) const fn empty() -> Self {
-        Self { content: Content::Memory(None), _busy: None }
+    pub(super) fn empty() -> Self {
+        Self::of(Bytes::new())
     }
 
     /// These bytes.
     pub(super) fn of(bytes: impl Into<Bytes>) -> Self {
-        Self { content: Content::Memory(Some(bytes.into()).filter(|bytes| !bytes.is_empty())), _busy: None }
+        let bytes = bytes.into();
+        let left = Some(bytes.len() as u64);
+        let chunks = stream::iter((!bytes.is_empty()).then_some(Ok(bytes))).boxed();
+        Self { chunks, left, _busy: None }
     }
 
     /// A part of a file.
-    pub(super) const fn of_file(part: FilePart) -> Self {
-        Self { content: Content::File(part), _busy: None }
+    pub(super) fn of_file(part: FilePart) -> Self {
+        let left = Some(part.end - part.next);
+        Self { chunks: stream::try_unfold(part, FilePart::next).boxed(), left, _busy: None }
     }
 
     /// A text whose length is not known yet.
     pub(super) fn of_parts(parts: TextParts) -> Self {
-        Self { content: Content::Parts(parts), _busy: None }
+        Self { chunks: stream::iter(iter::from_fn(parts)).boxed(), left: None, _busy: None }
     }
 
     /// The same; the connection counts as in use until it is sent.
@@ -139,27 +135,18 @@ impl Body for ReplyBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
-        let chunk = match &mut self.content {
-            Content::Memory(bytes) => bytes.take().map(Ok),
-            Content::File(part) => ready!(part.poll(context)),
-            Content::Parts(parts) => parts(),
-        };
+        let chunk = ready!(self.chunks.poll_next_unpin(context));
+        if let (Some(left), Some(Ok(chunk))) = (&mut self.left, &chunk) {
+            *left -= chunk.len() as u64;
+        }
         Poll::Ready(chunk.map(|chunk| chunk.map(Frame::data)))
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.content {
-            Content::Memory(bytes) => bytes.is_none(),
-            Content::File(part) => part.left == 0,
-            Content::Parts(_) => false,
-        }
+        self.left == Some(0)
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.content {
-            Content::Memory(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
-            Content::File(part) => SizeHint::with_exact(part.left),
-            Content::Parts(_) => SizeHint::default(),
-        }
+        self.left.map_or_else(SizeHint::default, SizeHint::with_exact)
     }
 }

@@ -1,7 +1,8 @@
 //! The open connections: bounded, and the one that was idle longest makes room for a new one.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
+use lru::LruCache;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -10,16 +11,13 @@ use tokio::sync::Notify;
 struct ConnectionState {
     /// Requests that are being answered.
     busy: usize,
-    /// When it was last in use, as a count of such moments.
-    used: u64,
     close: Arc<Notify>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct ConnectionTable {
-    open: BTreeMap<u64, ConnectionState>,
+    open: LruCache<u64, ConnectionState>,
     next_number: u64,
-    clock: u64,
 }
 
 /// The open connections.
@@ -47,26 +45,25 @@ pub(super) struct BusyMark {
 impl Connections {
     /// Room for `max` connections.
     pub(super) fn new(max: usize) -> Self {
-        Self { table: Mutex::default(), max }
+        let table = ConnectionTable { open: LruCache::unbounded(), next_number: 0 };
+        Self { table: Mutex::new(table), max }
     }
 
     /// A place for a new connection. If all are taken, the one that was idle longest is closed; `None` if none is idle.
     pub(super) fn enter(self: &Arc<Self>) -> Option<ConnectionPlace> {
         let mut table = self.table.lock();
         if table.open.len() >= self.max {
-            let idle = table.open.iter().filter(|(_, state)| state.busy == 0);
-            let (oldest, _) = idle.min_by_key(|(_, state)| state.used)?;
+            let (oldest, _) = table.open.iter().rev().find(|(_, state)| state.busy == 0)?;
             let oldest = *oldest;
             // Its task ends soon. Its place is free at once, so that a flood cannot be faster than the tasks end.
-            if let Some(state) = table.open.remove(&oldest) {
+            if let Some(state) = table.open.pop(&oldest) {
                 state.close.notify_one();
             }
         }
-        table.clock += 1;
         table.next_number += 1;
         let (number, close) = (table.next_number, Arc::<Notify>::default());
-        let state = ConnectionState { busy: 0, used: table.clock, close: Arc::clone(&close) };
-        table.open.insert(number, state);
+        let state = ConnectionState { busy: 0, close: Arc::clone(&close) };
+        table.open.put(number, state);
         drop(table);
         Some(ConnectionPlace { connections: Arc::clone(self), number, close })
     }
@@ -77,11 +74,7 @@ impl Connections {
     }
 
     fn change(&self, number: u64, change: impl FnOnce(&mut ConnectionState)) {
-        let mut table = self.table.lock();
-        table.clock += 1;
-        let clock = table.clock;
-        if let Some(state) = table.open.get_mut(&number) {
-            state.used = clock;
+        if let Some(state) = self.table.lock().open.get_mut(&number) {
             change(state);
         }
     }
@@ -102,7 +95,7 @@ impl ConnectionPlace {
 
 impl Drop for ConnectionPlace {
     fn drop(&mut self) {
-        self.connections.table.lock().open.remove(&self.number);
+        self.connections.table.lock().open.pop(&self.number);
     }
 }
 
@@ -125,7 +118,7 @@ mod tests {
         drop(first.busy());
         let third = connections.enter().unwrap();
         assert_eq!(connections.len(), 2);
-        let numbers = || connections.table.lock().open.keys().copied().collect::<Vec<_>>();
+        let numbers = || connections.table.lock().open.iter().map(|(number, _)| *number).rev().collect::<Vec<_>>();
         assert_eq!(numbers(), [first.number, third.number]);
         let marks = [first.busy(), third.busy()];
         assert!(connections.enter().is_none(), "all are in use");

@@ -1,6 +1,6 @@
 //! A file as a reply: preconditions, range, headers, body.
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use bytes::Bytes;
 use ckfs_volume::NodeKind;
@@ -14,7 +14,7 @@ use super::{
     body::{FilePart, ReplyBody},
     conditions::{self, FileVerdict},
     gate::Visitor,
-    reads::{ReadRefusal, ServedReads},
+    reads::ServedReads,
     tree::{FileVersion, FoundNode},
 };
 
@@ -108,7 +108,7 @@ pub(super) async fn of_file(
     headers: &HeaderMap,
 ) -> Answered {
     debug_assert_eq!(node.attr.kind, NodeKind::File);
-    let unreadable = |refusal: ReadRefusal| {
+    let unreadable = |refusal: io::Error| {
         let text = format!("{}: {refusal}; the log of the server says why", node.path);
         answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text)
     };

@@ -8,7 +8,7 @@ use super::{
     file_reply,
     gate::Visitor,
     listing, path,
-    served::{NoPlace, ServedPlace, ServedSource},
+    served::{ServedPlace, ServedSource},
     steps::{LATEST, ServedRun},
     tree::{NoNode, TreeVersion},
 };
@@ -24,16 +24,9 @@ pub(super) async fn answer(
     let malformed = |_| answer::failed(StatusCode::BAD_REQUEST, "expected a path of names, without . and ..");
     let names = path::names(path).map_err(malformed)?;
     let none = |reason| no_node(reason, &names, visitor);
-    let (tree, rest) = match served.place(visitor, &names).await {
-        Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
-        Ok(ServedPlace::Text(text)) => {
-            return file_reply::of_bytes(&names.join("/"), &text.into(), method, headers);
-        }
-        Err(NoPlace::Node(reason)) => return Err(none(reason)),
-        Err(NoPlace::Failed(cause)) => {
-            let text = format!("{}: {cause}", names.join("/"));
-            return Err(answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text));
-        }
+    let (tree, rest) = match served.place(visitor, &names).await.map_err(none)? {
+        ServedPlace::Tree(tree, rest) => (tree, rest),
+        ServedPlace::Text(text) => return file_reply::of_bytes(&names.join("/"), &text.into(), method, headers),
     };
     let node = tree.find(visitor, &tree.root, &rest).map_err(none)?;
     let is_directory = node.attr.kind == NodeKind::Directory;
@@ -60,7 +53,7 @@ pub(super) async fn answer(
                 let work = move |run: &ServedRun| {
                     run.unchanged(|| listing::of_directory(&tree, visitor, &node, &headers, true))
                 };
-                run.aside(work).await.unwrap_or(Err(NoNode::Failed)).map_err(none)
+                run.aside(work).await.unwrap_or_else(|error| Err(error.into())).map_err(none)
             }
             _ => listing::of_directory(&tree, visitor, &node, headers, false).map_err(none),
         },
@@ -74,11 +67,8 @@ fn no_node(reason: NoNode, names: &[String], visitor: Visitor) -> Reply {
     match reason {
         NoNode::Absent => answer::failed(StatusCode::NOT_FOUND, &format!("{}: no such file", names.join("/"))),
         NoNode::Denied => file_reply::denied(&names.join("/"), visitor),
-        NoNode::Failed => {
-            let text = format!(
-                "{}: cannot be read now: its step was deleted, or its storage gives no answer",
-                names.join("/")
-            );
+        NoNode::Failed(cause) => {
+            let text = format!("{}: {cause}", names.join("/"));
             answer::failed(StatusCode::INTERNAL_SERVER_ERROR, &text)
         }
     }

@@ -198,8 +198,8 @@ fn no_entry(repository: &ServedRepository, path: &str, reason: NoNode) -> Reply 
         NoNode::Absent => hub_error(StatusCode::NOT_FOUND, "EntryNotFound", &format!("no file {path:?}")),
         NoNode::Denied => file_reply::denied(path, Visitor::Stranger),
         // No client may take a file for absent because its step was deleted.
-        NoNode::Failed if repository.tree.is_gone() => return gone(repository),
-        NoNode::Failed => {
+        NoNode::Failed(_) if repository.tree.is_gone() => return gone(repository),
+        NoNode::Failed(_) => {
             let text = format!("{path}: cannot be read now: its storage gives no answer");
             return hub_error(StatusCode::INTERNAL_SERVER_ERROR, "ServerError", &text);
         }
@@ -368,7 +368,7 @@ async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incom
         let node = match repository.tree.find(call.visitor, &repository.root, &names) {
             Ok(node) => node,
             Err(NoNode::Absent | NoNode::Denied) => continue,
-            Err(NoNode::Failed) => return Err(no_entry(repository, asked, NoNode::Failed)),
+            Err(failed @ NoNode::Failed(_)) => return Err(no_entry(repository, asked, failed)),
         };
         let entry = RepositoryEntry { path: repository.path_of(&node), attr: node.attr };
         // The root is none.

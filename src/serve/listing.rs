@@ -45,7 +45,7 @@ pub(super) fn of_directory(
     let as_json = asks_json(headers);
     let parts = parts(Arc::clone(tree), visitor, node.clone(), as_json);
     let body = if at_once {
-        let whole: Vec<Bytes> = std::iter::from_fn(parts).collect::<io::Result<_>>().map_err(|_| NoNode::Failed)?;
+        let whole: Vec<Bytes> = std::iter::from_fn(parts).collect::<io::Result<_>>().map_err(|_| NoNode::failed())?;
         ReplyBody::of(whole.concat())
     } else {
         ReplyBody::of_parts(parts)

@@ -23,6 +23,7 @@ use ckfs_sync::{Buffer, BufferPool, Sizing};
 use ckfs_volume::{FsError, Handle, Ino, RequestKind, Upkeep};
 use futures_util::{FutureExt, future::BoxFuture};
 use lru::LruCache;
+use nix::errno::Errno;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
@@ -49,30 +50,18 @@ const BLOB_IDS: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
 /// Most threads beyond the usual ones while those wait for storage.
 const EXTRA_MAX: usize = 64;
 
-/// Why a file cannot be opened or read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{}", io::Error::from_raw_os_error(*.errno))]
-pub(super) struct ReadRefusal {
-    pub(super) errno: i32,
-}
-
-impl ReadRefusal {
-    /// As a failed read.
-    const LOST: Self = Self { errno: nix::libc::EIO };
-}
-
 /// Where the result of a request goes.
-struct ResultSender<T>(oneshot::Sender<Result<T, ReadRefusal>>);
+struct ResultSender<T>(oneshot::Sender<io::Result<T>>);
 
 impl<T: Send + 'static> Refuse for ResultSender<T> {
     fn refuse(self, errno: i32) {
         // A client that has gone away needs no answer.
-        let _ = self.0.send(Err(ReadRefusal { errno }));
+        let _ = self.0.send(Err(io::Error::from_raw_os_error(errno)));
     }
 }
 
 /// A result that another thread makes.
-pub(super) type AwaitedRead<T> = BoxFuture<'static, Result<T, ReadRefusal>>;
+pub(super) type AwaitedRead<T> = BoxFuture<'static, io::Result<T>>;
 
 /// A chunk on its way to a client. Its memory is used again.
 struct ChunkBuffer(Buffer<Vec<u8>>);
@@ -284,6 +273,7 @@ impl ServedReads {
             drop(pending);
             threads.passed.fetch_add(1, Ordering::Relaxed);
         });
-        receiver.map(|result| result.unwrap_or(Err(ReadRefusal::LOST))).boxed()
+        // What is lost is as a failed read.
+        receiver.map(|result| result.unwrap_or_else(|_| Err(Errno::EIO.into()))).boxed()
     }
 }

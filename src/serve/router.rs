@@ -1,7 +1,9 @@
 //! Which request is answered by what.
 
+use std::{net::IpAddr, sync::Arc};
+
 use ckfs_service::OpenProblem;
-use http::{Method, Request, StatusCode};
+use http::{Method, Request, StatusCode, header::CONNECTION};
 use hyper::body::Incoming;
 
 use super::{
@@ -12,6 +14,7 @@ use super::{
     listing::escaped,
     options::ServeOptions,
     path,
+    s3::{self, SortedDirectories},
     served::ServedSource,
 };
 
@@ -21,15 +24,29 @@ const METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-
 /// The start of paths of files.
 const FILES: &str = "/files";
 
-/// What is served.
+/// What answers the requests of an address.
 pub(super) struct Router {
     pub(super) options: ServeOptions,
     pub(super) served: ServedSource,
+    /// Of an address of S3.
+    pub(super) sorted: Option<Arc<SortedDirectories>>,
 }
 
 impl Router {
     /// Answers a request.
-    pub(super) async fn answer(&self, request: Request<Incoming>, caller: &Caller) -> Reply {
+    pub(super) async fn answer(&self, request: Request<Incoming>, peer: IpAddr) -> Reply {
+        match (Caller::of(&request, peer), &self.sorted) {
+            (Ok(caller), None) => self.answer_http(request, &caller).await,
+            (Ok(caller), Some(sorted)) => {
+                let answered = s3::answer((&self.options, &self.served), sorted, request, &caller).await;
+                answered.unwrap_or_else(|reply| reply)
+            }
+            // Nobody knows where such a request ends for a proxy before this server.
+            (Err(text), _) => answer::with_header(answer::failed(StatusCode::BAD_REQUEST, text), CONNECTION, "close"),
+        }
+    }
+
+    async fn answer_http(&self, request: Request<Incoming>, caller: &Caller) -> Reply {
         let (parts, body) = request.into_parts();
         let (method, path) = (&parts.method, parts.uri.path());
         // Probes of orchestrators have no token.

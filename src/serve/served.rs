@@ -40,24 +40,6 @@ pub(super) enum ServedPlace {
     Text(Vec<u8>),
 }
 
-/// Why a path leads nowhere.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum NoPlace {
-    /// As of a node.
-    Node(NoNode),
-    /// The step cannot be read: why.
-    Failed(String),
-}
-
-impl From<NoStep> for NoPlace {
-    fn from(reason: NoStep) -> Self {
-        match reason {
-            NoStep::Absent => Self::Node(NoNode::Absent),
-            NoStep::Failed(message) => Self::Failed(message),
-        }
-    }
-}
-
 /// Whether a revision is the branch.
 fn is_branch(revision: &str) -> bool {
     branch_of(revision) == BRANCH
@@ -100,8 +82,8 @@ impl ServedSource {
     /// Where a path leads. Plans the step that it names.
     ///
     /// # Errors
-    /// [`NoPlace`].
-    pub(super) async fn place(&self, visitor: Visitor, names: &[String]) -> Result<ServedPlace, NoPlace> {
+    /// [`NoNode`].
+    pub(super) async fn place(&self, visitor: Visitor, names: &[String]) -> Result<ServedPlace, NoNode> {
         let run = match self {
             Self::Checkpoint(served) => return Ok(ServedPlace::Tree(Arc::clone(&served.tree), names.to_vec())),
             Self::Run(run) => run,
@@ -112,19 +94,19 @@ impl ServedSource {
             let [name] = rest else { return in_root() };
             let name = name.clone();
             let text = run.aside(move |run| run.run.own_file(&name)).await?;
-            return text.map(ServedPlace::Text).ok_or(NoPlace::Node(NoNode::Absent));
+            return text.map(ServedPlace::Text).ok_or(NoNode::Absent);
         }
         // Links of the root are followed here: what one leads to may change until the next lookup.
         let Some(number) = run.number_of(first) else { return in_root() };
         if !run.may_pass(visitor) {
-            return Err(NoPlace::Node(NoNode::Denied));
+            return Err(NoNode::Denied);
         }
         let open = run.step(number).await?;
         // Only the reason is there of a step that cannot be planned: no file is absent because of that.
         if let Err(message) = open.held.volume()
             && rest.first().is_some_and(|name| name != OWN)
         {
-            return Err(NoPlace::Failed(match visitor {
+            return Err(NoNode::Failed(match visitor {
                 Visitor::Trusted => format!("step {number} cannot be planned: {message}"),
                 Visitor::Stranger => format!("step {number} cannot be planned"),
             }));

@@ -17,12 +17,11 @@ use ckfs_host::{
     systemd::{self, NotifyState},
 };
 use ckfs_service::{Alive, Heartbeat, panic_text, steps::StepPlace};
-use ckfs_volume::Upkeep;
 use futures_util::{
     FutureExt,
     future::{Either, select},
 };
-use http::{Request, StatusCode, header::CONNECTION};
+use http::{Request, StatusCode};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioTimer;
 use nix::sys::{
@@ -34,11 +33,9 @@ use tokio::{net::TcpStream, sync::watch, time::timeout};
 use super::{
     answer::{self, Reply},
     connections::{ConnectionPlace, Connections},
-    gate::Caller,
     options::ServeOptions,
     reads::ServedReads,
     router::Router,
-    s3::BucketRouter,
     served::ServedSource,
     socket::PatientSocket,
     supervisor::{self, Phase},
@@ -118,35 +115,6 @@ impl Listening {
     }
 }
 
-/// What answers the requests of an address.
-enum RequestRouter {
-    Http(Router),
-    S3(BucketRouter),
-}
-
-impl RequestRouter {
-    async fn answer(&self, request: Request<Incoming>, peer: IpAddr) -> Reply {
-        let caller = match Caller::of(&request, peer) {
-            Ok(caller) => caller,
-            // Nobody knows where such a request ends for a proxy before this server.
-            Err(text) => {
-                return answer::with_header(answer::failed(StatusCode::BAD_REQUEST, text), CONNECTION, "close");
-            }
-        };
-        match self {
-            Self::Http(router) => router.answer(request, &caller).await,
-            Self::S3(router) => router.answer(request, &caller).await.unwrap_or_else(|reply| reply),
-        }
-    }
-
-    fn fs(&self) -> &dyn Upkeep {
-        match self {
-            Self::Http(router) => &**router.served.fs(),
-            Self::S3(router) => &**router.served.fs(),
-        }
-    }
-}
-
 impl Door {
     /// Binds the addresses, so that one that is taken is an error before anything is read.
     ///
@@ -191,14 +159,10 @@ impl Door {
             .map_err(system("start threads"))?;
         let connections = Arc::new(Connections::new(connections_max()));
         let (phase, phases) = watch::channel(Phase::Serving);
-        let router = Router { options: self.options.clone(), served: served.clone() };
-        let buckets = self.s3.map(|listening| {
-            let router = BucketRouter::new(self.options.clone(), served.clone());
-            (listening, RequestRouter::S3(router))
-        });
-        for (listening, router) in [(self.http, RequestRouter::Http(router))].into_iter().chain(buckets) {
+        let listening = [(self.http, None)].into_iter().chain(self.s3.map(|s3| (s3, Some(Arc::default()))));
+        for (Listening { listener, address }, sorted) in listening {
+            let router = Router { options: self.options.clone(), served: served.clone(), sorted };
             let _inside = runtime.enter();
-            let Listening { listener, address } = listening;
             let listener = tokio::net::TcpListener::from_std(listener);
             let listener = listener.map_err(|error| ServeError::of_address(address, &error))?;
             runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), phases.clone()));
@@ -257,7 +221,7 @@ fn connections_max() -> usize {
 /// Accepts connections until the server ends.
 async fn accept(
     listener: tokio::net::TcpListener,
-    router: Arc<RequestRouter>,
+    router: Arc<Router>,
     connections: Arc<Connections>,
     mut phases: watch::Receiver<Phase>,
 ) {
@@ -289,7 +253,7 @@ async fn accept(
 async fn speak(
     socket: TcpStream,
     peer: IpAddr,
-    router: Arc<RequestRouter>,
+    router: Arc<Router>,
     place: ConnectionPlace,
     mut phases: watch::Receiver<Phase>,
 ) {
@@ -332,7 +296,7 @@ async fn speak(
 }
 
 /// Answers a request; a panic is that request's error.
-async fn guarded(router: &RequestRouter, request: Request<Incoming>, peer: IpAddr) -> Reply {
+async fn guarded(router: &Router, request: Request<Incoming>, peer: IpAddr) -> Reply {
     let shown = format!("{} {}", request.method(), request.uri().path());
     let answered = timeout(ANSWER_LIMIT, AssertUnwindSafe(router.answer(request, peer)).catch_unwind()).await;
     match answered {
@@ -342,7 +306,7 @@ async fn guarded(router: &RequestRouter, request: Request<Incoming>, peer: IpAdd
         }
         Ok(Err(panic)) => {
             let cause = panic_text(panic.as_ref());
-            router.fs().metrics().note_panic(&shown, cause);
+            router.served.fs().metrics().note_panic(&shown, cause);
             tracing::error!("{shown}: request handler panicked: {cause}");
             answer::failed(StatusCode::INTERNAL_SERVER_ERROR, "an error in ckfs; its log says more")
         }

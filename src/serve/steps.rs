@@ -24,7 +24,7 @@ use super::{
     gate::Visitor,
     reads::ServedReads,
     repositories::{self, BRANCH, NoRepository, ServedRepository, branch_of},
-    tree::{FoundNode, NoNode, ServedTree, StepDigests, TreeDigest, TreeVersion},
+    tree::{FoundNode, NoNode, ServedTree, TreeDigest, TreeVersion},
 };
 
 /// The name of the newest step, as in a mount.
@@ -203,7 +203,7 @@ impl ServedRun {
         for _ in 1..TRIES {
             let done = work();
             let after = steps();
-            if !matches!(done, Err(NoNode::Failed)) || before == after {
+            if !matches!(done, Err(NoNode::Failed(_))) || before == after {
                 return done;
             }
             before = after;
@@ -226,7 +226,12 @@ impl ServedRun {
 
     /// The root with the steps. Its listing plans none of them.
     pub(super) fn root(self: &Arc<Self>) -> ServedTree {
-        ServedTree::new(&self.reads, TreeVersion::Run(Arc::<Self>::clone(self)))
+        let run = Arc::clone(self);
+        let digest_of_node = move |ino| {
+            let open = run.remember(run.run.hold(Run::version_of_node(ino)?).ok()?);
+            Some((open.known?.version.clone(), open.held))
+        };
+        ServedTree::new(&self.reads, TreeVersion::Run(Box::new(digest_of_node)))
     }
 
     /// The tree of a step, whose paths begin with the step's number.
@@ -355,13 +360,5 @@ impl ServedRun {
             }
         }
         Ok(branches)
-    }
-}
-
-impl StepDigests for ServedRun {
-    fn digest_of_node(&self, ino: Ino) -> Option<(TreeDigest, HeldStep)> {
-        let held = self.run.hold(Run::version_of_node(ino)?).ok()?;
-        let open = self.remember(held);
-        Some((open.known?.version.clone(), open.held))
     }
 }

@@ -3,7 +3,10 @@
 use std::{ops::ControlFlow, sync::Arc, time::SystemTime};
 
 use ckfs_image::{OF_THE_HOST, OWN};
-use ckfs_service::{identity, steps::HeldStep};
+use ckfs_service::{
+    identity,
+    steps::{HeldStep, NoStep},
+};
 use ckfs_source::this_process;
 use ckfs_volume::{Attr, BUFFER_BYTES, FsError, Ino, NodeKind, Permission, Upkeep, Volume};
 
@@ -13,19 +16,35 @@ use super::{gate::Visitor, reads::ServedReads};
 const LINKS_MAX: usize = 40;
 
 /// Why there is no node for a visitor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum NoNode {
     /// There is none, or strangers may not know of it.
     Absent,
     /// The sources' permissions do not let this visitor read it.
     Denied,
+    /// It cannot be read: why.
+    Failed(String),
+}
+
+impl NoNode {
     /// Its step was deleted meanwhile, or its storage does not answer.
-    Failed,
+    pub(super) fn failed() -> Self {
+        Self::Failed("cannot be read now: its step was deleted, or its storage gives no answer".to_owned())
+    }
+}
+
+impl From<NoStep> for NoNode {
+    fn from(reason: NoStep) -> Self {
+        match reason {
+            NoStep::Absent => Self::Absent,
+            NoStep::Failed(message) => Self::Failed(message),
+        }
+    }
 }
 
 impl From<FsError> for NoNode {
     fn from(error: FsError) -> Self {
-        if error == FsError::Io { Self::Failed } else { Self::Absent }
+        if error == FsError::Io { Self::failed() } else { Self::Absent }
     }
 }
 
@@ -77,11 +96,8 @@ impl FileVersion {
     }
 }
 
-/// Tells the version of each step of a run.
-pub(super) trait StepDigests: Send + Sync {
-    /// The version of the step that a node is in, and the step. May wait for storage.
-    fn digest_of_node(&self, ino: Ino) -> Option<(TreeDigest, HeldStep)>;
-}
+/// Tells the version of the step that a node is in, and the step. May wait for storage.
+pub(super) type StepDigests = Box<dyn Fn(Ino) -> Option<(TreeDigest, HeldStep)> + Send + Sync>;
 
 /// Which version of its files a tree has.
 pub(super) enum TreeVersion {
@@ -90,7 +106,7 @@ pub(super) enum TreeVersion {
     /// That of a step, which stays planned meanwhile; none of one that cannot be planned.
     Step { held: HeldStep, version: Option<TreeDigest> },
     /// Each step has its own.
-    Run(Arc<dyn StepDigests>),
+    Run(StepDigests),
 }
 
 /// Files that are served: those of a volume, of a step, or of all steps.
@@ -228,7 +244,7 @@ impl ServedTree {
             TreeVersion::Volume { volume, version } => (version, volume.is_live(node.attr.ino)),
             TreeVersion::Step { held, version } => (version.as_ref()?, held.is_live(node.attr.ino)),
             TreeVersion::Run(run) => {
-                of_run = run.digest_of_node(node.attr.ino)?;
+                of_run = run(node.attr.ino)?;
                 (&of_run.0, of_run.1.is_live(node.attr.ino))
             }
         };
@@ -245,6 +261,6 @@ impl ServedTree {
     /// [`NoNode::Failed`].
     pub(super) fn version_now(&self, node: &FoundNode) -> Result<FileVersion, NoNode> {
         let made = || self.reads.made_now(node.attr.ino).map(|bytes| FileVersion::of_bytes(&bytes));
-        self.version(node).map_or_else(|| made().map_err(|_| NoNode::Failed), Ok)
+        self.version(node).map_or_else(|| made().map_err(|_| NoNode::failed()), Ok)
     }
 }

@@ -35,7 +35,7 @@ type SortedPlace = (Ino, bool);
 
 /// Large directories that were listed lately, in order.
 #[derive(Debug)]
-pub(super) struct SortedDirectories(Mutex<LruCache<SortedPlace, Arc<[KeyEntry]>>>);
+pub(crate) struct SortedDirectories(Mutex<LruCache<SortedPlace, Arc<[KeyEntry]>>>);
 
 impl Default for SortedDirectories {
     fn default() -> Self {
@@ -68,53 +68,38 @@ impl SortedDirectories {
 
 /// Where a list begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum ListStart {
+pub(super) struct ListStart {
     /// After this key.
-    After(String),
-    /// After all keys that begin with this prefix.
-    AfterPrefix(String),
+    pub(super) text: String,
+    /// Whether it is after all keys that begin with it, too.
+    pub(super) is_prefix: bool,
 }
 
 impl ListStart {
     /// The place that a token names.
     pub(super) fn of_token(token: &str) -> Option<Self> {
         let (kind, digits) = token.split_at_checked(1)?;
-        if !digits.is_ascii() || digits.len() % 2 != 0 {
+        if !matches!(kind, "k" | "p") || !digits.is_ascii() || digits.len() % 2 != 0 {
             return None;
         }
         let bytes: Option<Vec<u8>> =
             (0..digits.len()).step_by(2).map(|at| u8::from_str_radix(&digits[at..at + 2], 16).ok()).collect();
-        let text = String::from_utf8(bytes?).ok()?;
-        match kind {
-            "k" => Some(Self::After(text)),
-            "p" => Some(Self::AfterPrefix(text)),
-            _ => None,
-        }
-    }
-
-    /// The key or the prefix.
-    pub(super) fn text(&self) -> &str {
-        let (Self::After(text) | Self::AfterPrefix(text)) = self;
-        text
+        Some(Self { text: String::from_utf8(bytes?).ok()?, is_prefix: kind == "p" })
     }
 
     /// A token for this place.
     pub(super) fn token(&self) -> String {
-        let (kind, text) = match self {
-            Self::After(text) => ("k", text),
-            Self::AfterPrefix(text) => ("p", text),
-        };
-        kind.to_owned() + &hexadecimal(text.as_bytes())
+        let kind = if self.is_prefix { "p" } else { "k" };
+        kind.to_owned() + &hexadecimal(self.text.as_bytes())
     }
 }
 
 /// A row of a list.
 #[derive(Clone, Debug)]
-pub(super) enum KeyRow {
-    /// An object.
-    Object { key: String, attr: Attr },
-    /// What all keys of a directory begin with.
-    Prefix(String),
+pub(super) struct KeyRow {
+    pub(super) key: String,
+    /// Those of an object; `None` of what all keys of a directory begin with.
+    pub(super) attr: Option<Attr>,
 }
 
 /// The rows of a list, and where the next one begins if there is more.
@@ -159,15 +144,15 @@ impl KeyLister<'_> {
                 if !key.starts_with(self.prefix) || !is_after(&key, start) {
                     continue;
                 }
-                let attr = self.tree.fs.attr(entry.ino)?;
-                self.add(KeyRow::Object { key, attr }, listed)
+                let attr = Some(self.tree.fs.attr(entry.ino)?);
+                self.add(KeyRow { key, attr }, listed)
             } else if !has_more(&key, start) || !(key.starts_with(self.prefix) || self.prefix.starts_with(&key)) {
                 continue;
             } else if self.delimited && key.len() > self.prefix.len() {
                 if !self.holds_keys(entry.ino)? {
                     continue;
                 }
-                self.add(KeyRow::Prefix(key), listed)
+                self.add(KeyRow { key, attr: None }, listed)
             } else {
                 self.walk(entry.ino, &key, start, listed)?
             };
@@ -200,30 +185,20 @@ impl KeyLister<'_> {
             listed.rows.push(row);
             return true;
         }
-        listed.next = listed.rows.last().map(|last| match last {
-            KeyRow::Object { key, .. } => ListStart::After(key.clone()),
-            KeyRow::Prefix(prefix) => ListStart::AfterPrefix(prefix.clone()),
-        });
+        let last = listed.rows.last();
+        listed.next = last.map(|row| ListStart { text: row.key.clone(), is_prefix: row.attr.is_none() });
         false
     }
 }
 
 /// Whether a key comes after the start of a list.
-fn is_after(key: &str, start: &ListStart) -> bool {
-    match start {
-        ListStart::After(after) => key > after.as_str(),
-        ListStart::AfterPrefix(prefix) => key > prefix.as_str() && !key.starts_with(prefix.as_str()),
-    }
+fn is_after(key: &str, ListStart { text, is_prefix }: &ListStart) -> bool {
+    key > text.as_str() && !(*is_prefix && key.starts_with(text))
 }
 
 /// Whether some keys that begin with `prefix` may come after the start of a list.
-fn has_more(prefix: &str, start: &ListStart) -> bool {
-    match start {
-        ListStart::After(after) => prefix > after.as_str() || after.starts_with(prefix),
-        ListStart::AfterPrefix(done) => {
-            !prefix.starts_with(done.as_str()) && (prefix > done.as_str() || done.starts_with(prefix))
-        }
-    }
+fn has_more(prefix: &str, ListStart { text, is_prefix }: &ListStart) -> bool {
+    !(*is_prefix && prefix.starts_with(text)) && (prefix > text.as_str() || text.starts_with(prefix))
 }
 
 #[cfg(test)]
@@ -328,21 +303,10 @@ mod tests {
         }
     }
 
-    struct NoDigests;
-
-    impl super::super::super::tree::StepDigests for NoDigests {
-        fn digest_of_node(
-            &self,
-            _: Ino,
-        ) -> Option<(super::super::super::tree::TreeDigest, ckfs_service::steps::HeldStep)> {
-            None
-        }
-    }
-
     #[test]
     fn a_directory_with_gaps_in_parts_has_each_entry_once() {
         let reads = ServedReads::new(Arc::new(Steps { gone: Ino(99), metrics: Metrics::default() }), 1).unwrap();
-        let tree = ServedTree::new(&Arc::new(reads), TreeVersion::Run(Arc::new(NoDigests)));
+        let tree = ServedTree::new(&Arc::new(reads), TreeVersion::Run(Box::new(|_| None)));
         let (mut names, mut from) = (Vec::new(), Some(0));
         while let Some(start) = from {
             let (entries, next) = tree.entries(Visitor::Trusted, Ino::ROOT, start, 1).unwrap();
@@ -357,31 +321,25 @@ mod tests {
         let listed = |gone: Ino, delimited: bool| {
             let fs: Arc<dyn Upkeep> = Arc::new(Steps { gone, metrics: Metrics::default() });
             let reads = Arc::new(ServedReads::new(Arc::clone(&fs), 1).unwrap());
-            let tree = ServedTree::new(&reads, TreeVersion::Run(Arc::new(NoDigests)));
+            let tree = ServedTree::new(&reads, TreeVersion::Run(Box::new(|_| None)));
             let sorted = SortedDirectories::default();
             let (tree, sorted, visitor) = (&tree, &sorted, Visitor::Trusted);
             let lister = KeyLister { tree, sorted, visitor, prefix: "", delimited, max: 10 };
-            let listed = lister.list(&ListStart::After(String::new()))?;
-            Ok(listed
-                .rows
-                .into_iter()
-                .map(|row| match row {
-                    KeyRow::Object { key, .. } => key,
-                    KeyRow::Prefix(prefix) => prefix,
-                })
-                .collect::<Vec<_>>())
+            let listed = lister.list(&ListStart { text: String::new(), is_prefix: false })?;
+            Ok(listed.rows.into_iter().map(|row| row.key).collect::<Vec<_>>())
         };
         assert_eq!(listed(Ino(99), false), Ok(vec!["1/file".to_owned(), "9/file".to_owned()]));
         assert_eq!(listed(Ino(99), true), Ok(vec!["1/".to_owned(), "9/".to_owned()]));
         // A directory, and a file of one.
         for (gone, delimited) in [(Ino(2), false), (Ino(12), false), (Ino(2), true)] {
-            assert_eq!(listed(gone, delimited), Err(NoNode::Failed), "{gone:?} {delimited}");
+            assert_eq!(listed(gone, delimited), Err(NoNode::failed()), "{gone:?} {delimited}");
         }
     }
 
     #[test]
     fn tokens_read_back_and_others_are_refused() {
-        for start in [ListStart::After("a/ü".to_owned()), ListStart::AfterPrefix("dev0/".to_owned())] {
+        for (text, is_prefix) in [("a/ü", false), ("dev0/", true)] {
+            let start = ListStart { text: text.to_owned(), is_prefix };
             assert_eq!(ListStart::of_token(&start.token()), Some(start));
         }
         for token in ["", "k1", "x61", "kzz", "kü", "kff", "k6"] {
@@ -391,8 +349,8 @@ mod tests {
 
     #[test]
     fn a_directory_is_passed_over_when_all_its_keys_come_before() {
-        let (after, done) =
-            (|key: &str| ListStart::After(key.to_owned()), |key: &str| ListStart::AfterPrefix(key.to_owned()));
+        let start = |is_prefix| move |key: &str| ListStart { text: key.to_owned(), is_prefix };
+        let (after, done) = (start(false), start(true));
         for (start, prefix, expected) in [
             (after(""), "a/", true),
             (after("a/x"), "a/", true),

@@ -32,11 +32,12 @@ use super::{
     gate::{Caller, NoEntry, Visitor},
     options::ServeOptions,
     path,
-    served::{NoPlace, ServedPlace, ServedSource},
+    served::{ServedPlace, ServedSource},
     steps::{LATEST, ServedRun},
     tree::{FileVersion, NoNode, ServedTree, TreeVersion},
 };
-use keys::{KeyLister, ListStart, SortedDirectories};
+pub(super) use keys::SortedDirectories;
+use keys::{KeyLister, ListStart};
 use signature::{BUCKET, BadSignature, Parameters, SignedRequest};
 use sub_resource::ObjectQuestion;
 use xml::ListPaging;
@@ -51,199 +52,196 @@ const DENIED: &str = "the sources are not readable for all users";
 
 const BUCKET_REGION: HeaderName = HeaderName::from_static("x-amz-bucket-region");
 
-/// Answers the requests of S3.
-pub(super) struct BucketRouter {
-    options: ServeOptions,
-    pub(super) served: ServedSource,
-    sorted: Arc<SortedDirectories>,
-}
-
 /// The bucket as part of a name.
 const BUCKET_HOST: &str = "ckfs.localhost";
 
-impl BucketRouter {
-    pub(super) fn new(options: ServeOptions, served: ServedSource) -> Self {
-        Self { options, served, sorted: Arc::default() }
+/// Answers a request.
+pub(super) async fn answer(
+    (options, served): (&ServeOptions, &ServedSource),
+    sorted: &Arc<SortedDirectories>,
+    request: Request<Incoming>,
+    caller: &Caller,
+) -> Answered {
+    let (parts, _) = request.into_parts();
+    let (method, path) = (&parts.method, parts.uri.path());
+    let query = Parameters::of(parts.uri.query().unwrap_or_default());
+    let visitor = visitor_of(options, &parts, &query, caller)?;
+    if method != Method::GET && method != Method::HEAD {
+        let text = "the bucket is read-only: GET and HEAD";
+        return Err(xml::error(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", text, path));
     }
-
-    /// Answers a request.
-    pub(super) async fn answer(&self, request: Request<Incoming>, caller: &Caller) -> Answered {
-        let (parts, _) = request.into_parts();
-        let (method, path) = (&parts.method, parts.uri.path());
-        let query = Parameters::of(parts.uri.query().unwrap_or_default());
-        let visitor = self.visitor(&parts, &query, caller)?;
-        if method != Method::GET && method != Method::HEAD {
-            let text = "the bucket is read-only: GET and HEAD";
-            return Err(xml::error(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", text, path));
-        }
-        let malformed = |_| xml::error(StatusCode::BAD_REQUEST, "InvalidURI", "expected a path without . and ..", path);
-        let mut names = path::names(path).map_err(malformed)?;
-        if caller.host.as_deref() == Some(BUCKET_HOST) && names.first().is_none_or(|first| first != BUCKET) {
-            names.insert(0, BUCKET.to_owned());
-        }
-        match names.split_first() {
-            None => {
-                let root = self.served.fs().attr(Ino::ROOT);
-                Ok(xml::buckets(root.map_or(SystemTime::UNIX_EPOCH, |attr| attr.modified)))
-            }
-            Some((bucket, _)) if bucket != BUCKET => {
-                let text = format!("there is one bucket: {BUCKET}");
-                Err(xml::error(StatusCode::NOT_FOUND, "NoSuchBucket", &text, path))
-            }
-            Some((_, [])) => self.of_bucket(visitor, method, &query, path).await,
-            // A key that ends with a slash is another one, and there is none.
-            Some((_, key)) if path.ends_with('/') => Err(no_key(&key.join("/"))),
-            Some((_, key)) => self.of_object(visitor, key, method, &query, &parts.headers).await,
-        }
+    let malformed = |_| xml::error(StatusCode::BAD_REQUEST, "InvalidURI", "expected a path without . and ..", path);
+    let mut names = path::names(path).map_err(malformed)?;
+    if caller.host.as_deref() == Some(BUCKET_HOST) && names.first().is_none_or(|first| first != BUCKET) {
+        names.insert(0, BUCKET.to_owned());
     }
+    match names.split_first() {
+        None => {
+            let root = served.fs().attr(Ino::ROOT);
+            Ok(xml::buckets(root.map_or(SystemTime::UNIX_EPOCH, |attr| attr.modified)))
+        }
+        Some((bucket, _)) if bucket != BUCKET => {
+            let text = format!("there is one bucket: {BUCKET}");
+            Err(xml::error(StatusCode::NOT_FOUND, "NoSuchBucket", &text, path))
+        }
+        Some((_, [])) => of_bucket(served, sorted, visitor, method, &query, path).await,
+        // A key that ends with a slash is another one, and there is none.
+        Some((_, key)) if path.ends_with('/') => Err(no_key(&key.join("/"))),
+        Some((_, key)) => of_object(served, visitor, key, method, &query, &parts.headers).await,
+    }
+}
 
-    /// Who asks.
-    fn visitor(&self, parts: &http::request::Parts, query: &Parameters, caller: &Caller) -> Result<Visitor, Reply> {
-        let denied = |code: &str, text: &str| xml::error(StatusCode::FORBIDDEN, code, text, parts.uri.path());
-        let Some(token) = &self.options.token else {
-            return self.options.admit(&parts.headers, caller).map_err(|_| {
-                let text = answer::other_name(caller);
-                xml::error(StatusCode::MISDIRECTED_REQUEST, "AccessDenied", &text, parts.uri.path())
-            });
-        };
-        let (method, path) = (&parts.method, parts.uri.path());
-        let signed = SignedRequest { method, path, query, headers: &parts.headers };
-        let (code, text) = match signed.check(&token.0, SystemTime::now()) {
-            Ok(()) => return Ok(Visitor::Trusted),
-            Err(BadSignature::Absent) => match self.options.admit_unsigned() {
-                Ok(visitor) => return Ok(visitor),
-                Err(NoEntry::Missing | NoEntry::Wrong | NoEntry::Name) => {
-                    ("AccessDenied", "expected a signature of version 4, with the key ckfs and the token as its secret")
+/// Who asks.
+fn visitor_of(
+    options: &ServeOptions,
+    parts: &http::request::Parts,
+    query: &Parameters,
+    caller: &Caller,
+) -> Result<Visitor, Reply> {
+    let denied = |code: &str, text: &str| xml::error(StatusCode::FORBIDDEN, code, text, parts.uri.path());
+    let Some(token) = &options.token else {
+        return options.admit(&parts.headers, caller).map_err(|_| {
+            let text = answer::other_name(caller);
+            xml::error(StatusCode::MISDIRECTED_REQUEST, "AccessDenied", &text, parts.uri.path())
+        });
+    };
+    let (method, path) = (&parts.method, parts.uri.path());
+    let signed = SignedRequest { method, path, query, headers: &parts.headers };
+    let (code, text) = match signed.check(&token.0, SystemTime::now()) {
+        Ok(()) => return Ok(Visitor::Trusted),
+        Err(BadSignature::Absent) => match options.admit_unsigned() {
+            Ok(visitor) => return Ok(visitor),
+            Err(NoEntry::Missing | NoEntry::Wrong | NoEntry::Name) => {
+                ("AccessDenied", "expected a signature of version 4, with the key ckfs and the token as its secret")
+            }
+        },
+        Err(BadSignature::Former) => {
+            let text = "the signature is of version 2: set version 4, as in boto3's Config(signature_version='s3v4')";
+            return Err(xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", text, path));
+        }
+        Err(BadSignature::Key) => ("InvalidAccessKeyId", "expected the access key ckfs"),
+        Err(BadSignature::Time) => {
+            ("RequestTimeTooSkewed", "the signature is too old, or the clocks differ by more than 15 minutes")
+        }
+        Err(BadSignature::Malformed) => ("AuthorizationHeaderMalformed", "expected AWS4-HMAC-SHA256"),
+        Err(BadSignature::Wrong) => ("SignatureDoesNotMatch", "the secret of the key ckfs is the token of this server"),
+    };
+    Err(denied(code, text))
+}
+
+async fn of_bucket(
+    served: &ServedSource,
+    sorted: &Arc<SortedDirectories>,
+    visitor: Visitor,
+    method: &Method,
+    query: &Parameters,
+    path: &str,
+) -> Answered {
+    let value = |name: &str| query.value(name);
+    if method == Method::HEAD {
+        return Ok(answer::with_header(answer::empty(StatusCode::OK), BUCKET_REGION, REGION));
+    }
+    if let Some(reply) = sub_resource::of_bucket(query, path) {
+        return Ok(reply);
+    }
+    let argument = |text: &str| xml::error(StatusCode::BAD_REQUEST, "InvalidArgument", text, path);
+    let text = |name: &str| value(name).unwrap_or_default().to_owned();
+    let paging = match (value("versions"), value("list-type")) {
+        (Some(_), _) => ListPaging::Versions { marker: text("key-marker") },
+        (None, None) => ListPaging::Marker(text("marker")),
+        (None, Some("2")) => ListPaging::Token {
+            token: value("continuation-token").map(str::to_owned),
+            start_after: value("start-after").map(str::to_owned),
+            has_owner: value("fetch-owner") == Some("true"),
+        },
+        (None, Some(_)) => return Err(argument("list-type: expected 2")),
+    };
+    let delimited = match value("delimiter") {
+        None | Some("") => false,
+        Some("/") => true,
+        Some(_) => {
+            let text = "the delimiter of paths is /";
+            return Err(xml::error(StatusCode::NOT_IMPLEMENTED, "NotImplemented", text, path));
+        }
+    };
+    let max = value("max-keys").map_or(Ok(KEYS_MAX), str::parse::<usize>);
+    let max = max.map_err(|_| argument("max-keys: expected a number"))?;
+    let prefix = text("prefix");
+    let start = paging.start(&prefix, delimited);
+    let start = start.ok_or_else(|| argument("continuation-token: expected that of a list"))?;
+    let encoded = value("encoding-type") == Some("url");
+    let shown = xml::ShownList { prefix, delimited, max, encoded, paging };
+    let sorted = Arc::clone(sorted);
+    let listed = match served {
+        ServedSource::Checkpoint(served) => list(&served.tree, &sorted, visitor, &start, &shown),
+        // Steps are planned to tell their keys.
+        ServedSource::Run(run) => {
+            let tree = run.root();
+            let work = move |run: &ServedRun| run.unchanged(|| list(&tree, &sorted, visitor, &start, &shown));
+            run.elsewhere(work).await.unwrap_or_else(|error| Err(error.into()))
+        }
+    };
+    listed.map_err(|reason| {
+        if reason == NoNode::Denied {
+            return xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, path);
+        }
+        let text = "the keys cannot be listed now: steps come and go, or storage gives no answer; the log of the server says more";
+        xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, path)
+    })
+}
+
+async fn of_object(
+    served: &ServedSource,
+    visitor: Visitor,
+    names: &[String],
+    method: &Method,
+    query: &Parameters,
+    headers: &http::HeaderMap,
+) -> Answered {
+    let key = names.join("/");
+    let failed = |text: &str| xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, &key);
+    let no_node = |reason: NoNode| match reason {
+        NoNode::Absent => no_key(&key),
+        NoNode::Denied => xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, &key),
+        NoNode::Failed(cause) => failed(&cause),
+    };
+    let (tree, rest) = match served.place(visitor, names).await.map_err(no_node)? {
+        ServedPlace::Tree(tree, rest) => (tree, rest),
+        ServedPlace::Text(text) => {
+            let bytes = Bytes::from(text);
+            return Ok(match sub_resource::of_object(query, headers, &key)? {
+                ObjectQuestion::Attributes(asked) => {
+                    xml::attributes(&asked, &FileVersion::of_bytes(&bytes), bytes.len() as u64)
                 }
-            },
-            Err(BadSignature::Former) => {
-                let text =
-                    "the signature is of version 2: set version 4, as in boto3's Config(signature_version='s3v4')";
-                return Err(xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", text, path));
-            }
-            Err(BadSignature::Key) => ("InvalidAccessKeyId", "expected the access key ckfs"),
-            Err(BadSignature::Time) => {
-                ("RequestTimeTooSkewed", "the signature is too old, or the clocks differ by more than 15 minutes")
-            }
-            Err(BadSignature::Malformed) => ("AuthorizationHeaderMalformed", "expected AWS4-HMAC-SHA256"),
-            Err(BadSignature::Wrong) => {
-                ("SignatureDoesNotMatch", "the secret of the key ckfs is the token of this server")
-            }
-        };
-        Err(denied(code, text))
+                asked @ (ObjectQuestion::Bytes | ObjectQuestion::FirstPart) => {
+                    object_reply(file_reply::of_bytes(&key, &bytes, method, headers), &asked, &key)
+                }
+            });
+        }
+    };
+    let node = tree.find(visitor, &tree.root, &rest).and_then(|node| node.of_kind(NodeKind::File));
+    let node = node.map_err(no_node)?;
+    let question = sub_resource::of_object(query, headers, &key)?;
+    if let ObjectQuestion::Attributes(asked) = &question {
+        let version = tree.version_now(&node).map_err(no_node)?;
+        return Ok(xml::attributes(asked, &version, node.attr.size_bytes));
     }
-
-    async fn of_bucket(&self, visitor: Visitor, method: &Method, query: &Parameters, path: &str) -> Answered {
-        let value = |name: &str| query.value(name);
-        if method == Method::HEAD {
-            return Ok(answer::with_header(answer::empty(StatusCode::OK), BUCKET_REGION, REGION));
+    let mut version = tree.version(&node);
+    if let (TreeVersion::Step { held, .. }, Some((LATEST, below))) = (&tree.version, key.split_once('/'))
+        && let Some(version) = &mut version
+    {
+        if headers.contains_key(RANGE) && !headers.contains_key(IF_MATCH) && !headers.contains_key(IF_RANGE) {
+            let (number, etag) = (held.number(), &version.etag);
+            let text = format!(
+                "{key} leads to another step when one comes, and parts of two would not fit: ask for {number}/{below}, or send If-Match: {etag}"
+            );
+            return Err(xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", &text, &key));
         }
-        if let Some(reply) = sub_resource::of_bucket(query, path) {
-            return Ok(reply);
-        }
-        let argument = |text: &str| xml::error(StatusCode::BAD_REQUEST, "InvalidArgument", text, path);
-        let text = |name: &str| value(name).unwrap_or_default().to_owned();
-        let paging = match (value("versions"), value("list-type")) {
-            (Some(_), _) => ListPaging::Versions { marker: text("key-marker") },
-            (None, None) => ListPaging::Marker(text("marker")),
-            (None, Some("2")) => ListPaging::Token {
-                token: value("continuation-token").map(str::to_owned),
-                start_after: value("start-after").map(str::to_owned),
-                has_owner: value("fetch-owner") == Some("true"),
-            },
-            (None, Some(_)) => return Err(argument("list-type: expected 2")),
-        };
-        let delimited = match value("delimiter") {
-            None | Some("") => false,
-            Some("/") => true,
-            Some(_) => {
-                let text = "the delimiter of paths is /";
-                return Err(xml::error(StatusCode::NOT_IMPLEMENTED, "NotImplemented", text, path));
-            }
-        };
-        let max = value("max-keys").map_or(Ok(KEYS_MAX), str::parse::<usize>);
-        let max = max.map_err(|_| argument("max-keys: expected a number"))?;
-        let prefix = text("prefix");
-        let start = paging.start(&prefix, delimited);
-        let start = start.ok_or_else(|| argument("continuation-token: expected that of a list"))?;
-        let encoded = value("encoding-type") == Some("url");
-        let shown = xml::ShownList { prefix, delimited, max, encoded, paging };
-        let sorted = Arc::clone(&self.sorted);
-        let listed = match &self.served {
-            ServedSource::Checkpoint(served) => list(&served.tree, &sorted, visitor, &start, &shown),
-            // Steps are planned to tell their keys.
-            ServedSource::Run(run) => {
-                let tree = run.root();
-                let work = move |run: &ServedRun| run.unchanged(|| list(&tree, &sorted, visitor, &start, &shown));
-                run.elsewhere(work).await.unwrap_or(Err(NoNode::Failed))
-            }
-        };
-        listed.map_err(|reason| {
-            if reason == NoNode::Denied {
-                return xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, path);
-            }
-            let text = "the keys cannot be listed now: steps come and go, or storage gives no answer; the log of the server says more";
-            xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, path)
-        })
+        // It leads to an older step when the newest is deleted.
+        version.since = None;
     }
-
-    async fn of_object(
-        &self,
-        visitor: Visitor,
-        names: &[String],
-        method: &Method,
-        query: &Parameters,
-        headers: &http::HeaderMap,
-    ) -> Answered {
-        let key = names.join("/");
-        let failed = |text: &str| xml::error(StatusCode::INTERNAL_SERVER_ERROR, "InternalError", text, &key);
-        let no_node = |reason: NoNode| match reason {
-            NoNode::Absent => no_key(&key),
-            NoNode::Denied => xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, &key),
-            NoNode::Failed => {
-                failed("the object cannot be read now: its step was deleted, or its storage gives no answer")
-            }
-        };
-        let (tree, rest) = match self.served.place(visitor, names).await {
-            Ok(ServedPlace::Tree(tree, rest)) => (tree, rest),
-            Ok(ServedPlace::Text(text)) => {
-                let bytes = Bytes::from(text);
-                return Ok(match sub_resource::of_object(query, headers, &key)? {
-                    ObjectQuestion::Attributes(asked) => {
-                        xml::attributes(&asked, &FileVersion::of_bytes(&bytes), bytes.len() as u64)
-                    }
-                    asked @ (ObjectQuestion::Bytes | ObjectQuestion::FirstPart) => {
-                        object_reply(file_reply::of_bytes(&key, &bytes, method, headers), &asked, &key)
-                    }
-                });
-            }
-            Err(NoPlace::Node(reason)) => return Err(no_node(reason)),
-            Err(NoPlace::Failed(cause)) => return Err(failed(&cause)),
-        };
-        let node = tree.find(visitor, &tree.root, &rest).and_then(|node| node.of_kind(NodeKind::File));
-        let node = node.map_err(no_node)?;
-        let question = sub_resource::of_object(query, headers, &key)?;
-        if let ObjectQuestion::Attributes(asked) = &question {
-            let version = tree.version_now(&node).map_err(no_node)?;
-            return Ok(xml::attributes(asked, &version, node.attr.size_bytes));
-        }
-        let mut version = tree.version(&node);
-        if let (TreeVersion::Step { held, .. }, Some((LATEST, below))) = (&tree.version, key.split_once('/'))
-            && let Some(version) = &mut version
-        {
-            if headers.contains_key(RANGE) && !headers.contains_key(IF_MATCH) && !headers.contains_key(IF_RANGE) {
-                let (number, etag) = (held.number(), &version.etag);
-                let text = format!(
-                    "{key} leads to another step when one comes, and parts of two would not fit: ask for {number}/{below}, or send If-Match: {etag}"
-                );
-                return Err(xml::error(StatusCode::BAD_REQUEST, "InvalidRequest", &text, &key));
-            }
-            // It leads to an older step when the newest is deleted.
-            version.since = None;
-        }
-        let answered = file_reply::of_file(&tree.reads, &node, version, method, headers).await;
-        Ok(object_reply(answered, &question, &key))
-    }
+    let answered = file_reply::of_file(&tree.reads, &node, version, method, headers).await;
+    Ok(object_reply(answered, &question, &key))
 }
 
 /// The reply with a file as S3 gives it.

@@ -12,7 +12,7 @@ use super::{
         path,
         tree::{FileVersion, FoundNode, NoNode, ServedTree},
     },
-    keys::{KeyRow, ListStart, ListedKeys},
+    keys::{ListStart, ListedKeys},
     signature::BUCKET,
 };
 
@@ -42,15 +42,15 @@ pub(super) enum ListPaging {
 impl ListPaging {
     /// Where the list begins; `None` for a token of no list.
     pub(super) fn start(&self, prefix: &str, delimited: bool) -> Option<ListStart> {
-        let after = |text: &String| ListStart::After(text.clone());
+        let after = |text: &str, is_prefix| ListStart { text: text.to_owned(), is_prefix };
         match self {
             Self::Marker(marker) | Self::Versions { marker } => {
                 let below = marker.strip_prefix(prefix).filter(|_| delimited);
                 let is_row = below.and_then(|below| below.strip_suffix('/')).is_some_and(|name| !name.contains('/'));
-                Some(if is_row { ListStart::AfterPrefix(marker.clone()) } else { after(marker) })
+                Some(after(marker, is_row))
             }
             Self::Token { token: Some(token), .. } => ListStart::of_token(token),
-            Self::Token { start_after, .. } => Some(after(&start_after.clone().unwrap_or_default())),
+            Self::Token { start_after, .. } => Some(after(start_after.as_deref().unwrap_or_default(), false)),
         }
     }
 }
@@ -135,7 +135,7 @@ pub(super) fn list(tree: &ServedTree, listed: &ListedKeys, shown: &ShownList) ->
         ListPaging::Marker(marker) => {
             add("Marker", &key(marker));
             if let Some(next) = next {
-                add("NextMarker", &key(next.text()));
+                add("NextMarker", &key(&next.text));
             }
             ("ListBucketResult", "Contents", OWNER)
         }
@@ -155,7 +155,7 @@ pub(super) fn list(tree: &ServedTree, listed: &ListedKeys, shown: &ShownList) ->
             add("KeyMarker", &key(marker));
             add("VersionIdMarker", "");
             if let Some(next) = next {
-                add("NextKeyMarker", &key(next.text()));
+                add("NextKeyMarker", &key(&next.text));
                 add("NextVersionIdMarker", "null");
             }
             ("ListVersionsResult", "Version", OWNER)
@@ -163,22 +163,20 @@ pub(super) fn list(tree: &ServedTree, listed: &ListedKeys, shown: &ShownList) ->
     };
     let version_id = if row_name == "Version" { "<VersionId>null</VersionId><IsLatest>true</IsLatest>" } else { "" };
     for row in &listed.rows {
-        match row {
-            KeyRow::Object { key: name, attr } => {
-                let FileVersion { etag, since } = tree.version_now(&FoundNode { path: name.clone(), attr: *attr })?;
-                let (name, tag, modified) = (key(name), escaped(&etag), time(since.unwrap_or_else(SystemTime::now)));
-                // Writing to a text never fails.
-                let _ = write!(
-                    text,
-                    "<{row_name}><Key>{name}</Key>{version_id}<LastModified>{modified}</LastModified><ETag>{tag}</ETag><Size>{}</Size>\
-                     {owner}<StorageClass>{STORAGE}</StorageClass></{row_name}>",
-                    attr.size_bytes
-                );
-            }
-            KeyRow::Prefix(prefix) => {
-                text.extend(["<CommonPrefixes><Prefix>", &key(prefix), "</Prefix></CommonPrefixes>"]);
-            }
-        }
+        let name = key(&row.key);
+        let Some(attr) = row.attr else {
+            text.extend(["<CommonPrefixes><Prefix>", &name, "</Prefix></CommonPrefixes>"]);
+            continue;
+        };
+        let FileVersion { etag, since } = tree.version_now(&FoundNode { path: row.key.clone(), attr })?;
+        let (tag, modified) = (escaped(&etag), time(since.unwrap_or_else(SystemTime::now)));
+        // Writing to a text never fails.
+        let _ = write!(
+            text,
+            "<{row_name}><Key>{name}</Key>{version_id}<LastModified>{modified}</LastModified><ETag>{tag}</ETag><Size>{}</Size>\
+             {owner}<StorageClass>{STORAGE}</StorageClass></{row_name}>",
+            attr.size_bytes
+        );
     }
     Ok(of_root(root, &text))
 }
@@ -193,8 +191,8 @@ mod tests {
 
     #[test]
     fn a_marker_is_a_key_or_a_row_of_a_list() {
-        let (after, whole) =
-            (|text: &str| ListStart::After(text.to_owned()), |text: &str| ListStart::AfterPrefix(text.to_owned()));
+        let start = |is_prefix| move |text: &str| ListStart { text: text.to_owned(), is_prefix };
+        let (after, whole) = (start(false), start(true));
         for (marker, prefix, delimited, expected) in [
             ("", "", true, after("")),
             ("a/b", "", true, after("a/b")),
