@@ -38,6 +38,7 @@ fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
     lacking(plan, || Arc::new(TensorKinds::new(plan)))
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "other formats have problems")]
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     if let Some(found) = lacking(&input.plan, || Arc::clone(input.kinds())) {
         return Ok(found.into());

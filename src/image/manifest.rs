@@ -27,6 +27,7 @@ pub(super) fn source_names<'a>(checkpoint: &'a Checkpoint, tensor: &PlannedTenso
 /// See the module's documentation.
 pub(super) const MANIFEST: OutputFormat = OutputFormat { name: "manifest", unavailable: |_| None, layout };
 
+#[expect(clippy::unnecessary_wraps, reason = "other formats have problems")]
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     let input = Arc::clone(input);
     let manifest = move || {

@@ -47,6 +47,7 @@ fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
     ArrayTable::new(plan, &[]).err().map(lacking)
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "other formats have problems")]
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     let beside: Vec<String> = input.objects(Container::Orbax).map(|(path, _)| path.clone()).collect();
     let table = match ArrayTable::new(&input.plan, &beside) {

@@ -21,6 +21,7 @@ fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
     Some(OmittedFormat { format: PT.name, omission: Omission::Empty, reason })
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "other formats have problems")]
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     if let Some(found) = unavailable(&input.plan) {
         return Ok(found.into());

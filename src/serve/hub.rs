@@ -193,7 +193,7 @@ fn no_repository(reason: NoRepository, id: &str, revision: &str, visitor: Visito
     hub_error(status, code, &message)
 }
 
-fn no_entry(repository: &ServedRepository, path: &str, reason: NoNode) -> Reply {
+fn no_entry(repository: &ServedRepository, path: &str, reason: &NoNode) -> Reply {
     let reply = match reason {
         NoNode::Absent => hub_error(StatusCode::NOT_FOUND, "EntryNotFound", &format!("no file {path:?}")),
         NoNode::Denied => file_reply::denied(path, Visitor::Stranger),
@@ -263,7 +263,7 @@ fn searched<'a>(all: &'a [ServedRepository], query: &str) -> impl Iterator<Item 
 async fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Answered {
     let has_sizes = asks_for(call.query, "blobs");
     let entries = repository.entries(call.visitor, &repository.root, true);
-    let entries = entries.map_err(|reason| no_entry(repository, &repository.id, reason))?;
+    let entries = entries.map_err(|reason| no_entry(repository, &repository.id, &reason))?;
     let sibling = async |entry: &RepositoryEntry| {
         if has_sizes {
             let tag = repository.tag(call.visitor, entry).await;
@@ -313,7 +313,7 @@ async fn entry_row(repository: &ServedRepository, entry: &RepositoryEntry, expan
 }
 
 async fn of_tree(repository: &ServedRepository, names: &[String], call: &HubCall<'_>) -> Answered {
-    let none = |reason| no_entry(repository, &names.join("/"), reason);
+    let none = |reason| no_entry(repository, &names.join("/"), &reason);
     let below = repository.tree.find(call.visitor, &repository.root, names);
     let below = below.and_then(|node| node.of_kind(NodeKind::Directory)).map_err(none)?;
     let recursive = asks_for(call.query, "recursive");
@@ -368,7 +368,7 @@ async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incom
         let node = match repository.tree.find(call.visitor, &repository.root, &names) {
             Ok(node) => node,
             Err(NoNode::Absent | NoNode::Denied) => continue,
-            Err(failed @ NoNode::Failed(_)) => return Err(no_entry(repository, asked, failed)),
+            Err(failed @ NoNode::Failed(_)) => return Err(no_entry(repository, asked, &failed)),
         };
         let entry = RepositoryEntry { path: repository.path_of(&node), attr: node.attr };
         // The root is none.
@@ -427,7 +427,7 @@ async fn of_file(repository: &ServedRepository, names: &[String], method: &Metho
     let node = repository.tree.find(call.visitor, &repository.root, names);
     let node = node
         .and_then(|node| node.of_kind(NodeKind::File))
-        .map_err(|reason| no_entry(repository, &names.join("/"), reason))?;
+        .map_err(|reason| no_entry(repository, &names.join("/"), &reason))?;
     let entry = RepositoryEntry { path: repository.path_of(&node), attr: node.attr };
     let tag = format!("\"{}\"", repository.tag(call.visitor, &entry).await);
     // The branch of a run leads to an older file when its newest step is deleted: no time is a condition.
