@@ -30,7 +30,7 @@ pub use daemon::{
     start_attached, start_background,
 };
 pub use mounts::{
-    Device, FS_TYPE, Hold, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions, check_host,
+    Device, FS_TYPE, MountEntry, MountError, MountOptions, MountUser, UnmountError, UnmountOptions, check_host,
     check_mountpoint, check_passed, ckfs_mounts, is_passed, receive_passed, unmount,
 };
 pub use private::{PrivateMount, run_inside};

@@ -51,16 +51,6 @@ impl Mode {
     }
 }
 
-/// The mode that an open requests.
-pub(super) enum OpenRequest<'a> {
-    /// Page cache.
-    Cached,
-    /// No page cache.
-    Direct,
-    /// The kernel on a backing file, registered by this call.
-    Passthrough(&'a dyn Fn() -> io::Result<Backing>),
-}
-
 /// The modes of all inodes that are open, with this process and with the one before it.
 #[derive(Debug)]
 pub(super) struct OpenModes {
@@ -74,9 +64,9 @@ impl OpenModes {
         Self { states, device }
     }
 
-    /// Adds a handle of `ino` and returns its mode. Also returned: the error if the registration of a requested backing file
-    /// failed.
-    pub(super) fn open(&self, ino: Ino, request: &OpenRequest<'_>) -> (Mode, Option<io::Error>) {
+    /// Adds a handle of `ino` and returns its mode: that of `first`, which registers a backing file, if it is the first one. Also
+    /// returned: the error if that registration failed.
+    pub(super) fn open(&self, ino: Ino, first: &dyn Fn() -> io::Result<Mode>) -> (Mode, Option<io::Error>) {
         loop {
             let found = self.states.load(ino);
             if found & HANDLES != 0 {
@@ -85,13 +75,9 @@ impl OpenModes {
                 }
                 continue;
             }
-            let (mode, failure) = match request {
-                OpenRequest::Cached => (Mode::Cached, None),
-                OpenRequest::Direct => (Mode::Direct, None),
-                OpenRequest::Passthrough(register) => match register() {
-                    Ok(backing) => (Mode::Passthrough(backing), None),
-                    Err(error) => (Mode::Cached, Some(error)),
-                },
+            let (mode, failure) = match first() {
+                Ok(mode) => (mode, None),
+                Err(error) => (Mode::Cached, Some(error)),
             };
             if self.states.exchange(ino, found, mode.bits() | 1) {
                 return (mode, failure);
@@ -160,16 +146,16 @@ mod tests {
     fn first_open_decides_until_the_last_release() {
         let modes = modes();
         assert!(modes.may_pass(A) && !modes.is_passed(A));
-        assert_eq!(modes.open(A, &OpenRequest::Cached).0, Mode::Cached);
+        assert_eq!(modes.open(A, &|| Ok(Mode::Cached)).0, Mode::Cached);
         assert!(!modes.may_pass(A) && modes.may_pass(B));
         let register = || -> io::Result<Backing> { panic!("must not be asked while open cached") };
-        assert_eq!(modes.open(A, &OpenRequest::Passthrough(&register)).0, Mode::Cached);
+        assert_eq!(modes.open(A, &|| register().map(Mode::Passthrough)).0, Mode::Cached);
         modes.release(A);
         modes.release(A);
-        assert_eq!(modes.open(A, &OpenRequest::Passthrough(&|| Ok(backing(7)))).0, Mode::Passthrough(backing(7)));
-        assert_eq!(modes.open(A, &OpenRequest::Direct).0, Mode::Passthrough(backing(7)));
+        assert_eq!(modes.open(A, &|| Ok(Mode::Passthrough(backing(7)))).0, Mode::Passthrough(backing(7)));
+        assert_eq!(modes.open(A, &|| Ok(Mode::Direct)).0, Mode::Passthrough(backing(7)));
         assert!(modes.may_pass(A) && modes.is_passed(A));
-        assert_eq!(modes.open(B, &OpenRequest::Direct).0, Mode::Direct);
+        assert_eq!(modes.open(B, &|| Ok(Mode::Direct)).0, Mode::Direct);
     }
 
     #[test]
@@ -181,7 +167,7 @@ mod tests {
             Ok(backing(registered.get()))
         };
         for _ in 0..3 {
-            assert_eq!(modes.open(A, &OpenRequest::Passthrough(&register)).0, Mode::Passthrough(backing(1)));
+            assert_eq!(modes.open(A, &|| register().map(Mode::Passthrough)).0, Mode::Passthrough(backing(1)));
         }
         modes.release(A);
         modes.release(A);
@@ -189,17 +175,16 @@ mod tests {
         modes.release(A);
         assert!(!modes.is_passed(A));
         modes.release(A);
-        assert_eq!(modes.open(A, &OpenRequest::Passthrough(&register)).0, Mode::Passthrough(backing(2)));
+        assert_eq!(modes.open(A, &|| register().map(Mode::Passthrough)).0, Mode::Passthrough(backing(2)));
     }
 
     #[test]
     fn a_failed_registration_means_cached_for_all_handles() {
         let modes = modes();
-        let (mode, failure) =
-            modes.open(A, &OpenRequest::Passthrough(&|| Err(io::Error::from_raw_os_error(libc::EPERM))));
+        let (mode, failure) = modes.open(A, &|| Err(io::Error::from_raw_os_error(libc::EPERM)));
         assert_eq!(mode, Mode::Cached);
         assert_eq!(failure.unwrap().raw_os_error(), Some(libc::EPERM));
-        assert_eq!(modes.open(A, &OpenRequest::Passthrough(&|| Ok(backing(1)))).0, Mode::Cached);
+        assert_eq!(modes.open(A, &|| Ok(Mode::Passthrough(backing(1)))).0, Mode::Cached);
     }
 
     #[test]
@@ -207,11 +192,11 @@ mod tests {
         let record = super::super::connection::Record::new(30).unwrap();
         let of = || OpenModes::new(record.states().unwrap(), File::open("/dev/null").unwrap().into());
         let (before, after) = (of(), of());
-        before.open(A, &OpenRequest::Passthrough(&|| Ok(backing(4))));
-        assert_eq!(after.open(A, &OpenRequest::Cached).0, Mode::Passthrough(backing(4)));
+        before.open(A, &|| Ok(Mode::Passthrough(backing(4))));
+        assert_eq!(after.open(A, &|| Ok(Mode::Cached)).0, Mode::Passthrough(backing(4)));
         before.release(A);
         assert!(before.is_passed(A));
         after.release(A);
-        assert_eq!(before.open(A, &OpenRequest::Cached).0, Mode::Cached);
+        assert_eq!(before.open(A, &|| Ok(Mode::Cached)).0, Mode::Cached);
     }
 }

@@ -11,7 +11,6 @@
 //! names. Where it does ([`ckfs_volume::Nodes::is_fixed`]) the kernel keeps no names and attributes. Requests that would change something get EROFS; the mount is read-only, so they only come after a remount.
 //! Every other request is answered here too, since fuser logs a warning for each that it answers by default.
 
-mod replies;
 mod serving;
 
 use std::{
@@ -39,10 +38,7 @@ use fuser::{
     ReplyXattr, Request, TimeOrNow, WriteFlags,
 };
 
-use self::{
-    replies::{Reply, ino},
-    serving::{Opens, Serving},
-};
+use self::serving::{Opens, Reply, Serving, ino};
 use super::{open_mode::OpenModes, reply_data, requests::Dispatchers};
 
 /// How long the kernel may cache answers: ten years, which it can express on every architecture.

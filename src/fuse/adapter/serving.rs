@@ -1,4 +1,4 @@
-//! Opens and reads of files, in any thread that handles them.
+//! Opens and reads of files, in any thread that handles them; the replies of fuser, as the service answers them.
 
 use std::{
     fs::File,
@@ -11,18 +11,50 @@ use std::{
     },
 };
 
-use ckfs_service::{Pending, ReplySlot, panic_text};
+use ckfs_service::{Pending, Refuse, ReplySlot, panic_text};
 use ckfs_volume::{Access, FsError, Ino, NoPassthrough, OpenedFile, Upkeep};
-use fuser::{BackingId, FileHandle, FopenFlags, INodeNo, ReplyOpen};
+use fuser::{
+    BackingId, Errno, FileHandle, FopenFlags, INodeNo, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory,
+    ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyStatfs, ReplyWrite, ReplyXattr,
+};
 use tracing::{error, info};
 
-use super::{
-    super::{
-        connection::{close_backing, reply_passthrough},
-        open_mode::{Backing, Mode, OpenModes, OpenRequest},
-    },
-    replies::{Reply, ino},
+use super::super::{
+    connection::{close_backing, reply_passthrough},
+    open_mode::{Backing, Mode, OpenModes},
 };
+
+pub(super) fn ino(ino: INodeNo) -> Ino {
+    Ino(ino.0)
+}
+
+/// A reply of fuser.
+#[derive(Debug)]
+pub(super) struct Reply<R>(pub(super) R);
+
+macro_rules! refuse {
+    ($($reply:ty),*) => {
+        $(impl Refuse for Reply<$reply> {
+            fn refuse(self, errno: i32) {
+                self.0.error(Errno::from_i32(errno));
+            }
+        })*
+    };
+}
+
+refuse!(
+    ReplyAttr,
+    ReplyCreate,
+    ReplyData,
+    ReplyDirectory,
+    ReplyDirectoryPlus,
+    ReplyEmpty,
+    ReplyEntry,
+    ReplyOpen,
+    ReplyStatfs,
+    ReplyWrite,
+    ReplyXattr
+);
 
 /// The state that opens and reads need, in any thread that handles them.
 pub(super) struct Serving {
@@ -135,16 +167,15 @@ impl Opens {
             return Ok(());
         };
         let may_pass = |file: &File| !is_direct || opens_direct(file);
-        let (mode, failure) = match &opened.access {
-            Access::Direct => self.modes.open(ino, &OpenRequest::Direct),
-            Access::Once if self.maps_direct.load(Ordering::Relaxed) => self.modes.open(ino, &OpenRequest::Direct),
+        let first = || match &opened.access {
+            Access::Direct => Ok(Mode::Direct),
+            Access::Once if self.maps_direct.load(Ordering::Relaxed) => Ok(Mode::Direct),
             Access::Passthrough(file) if self.passthrough.load(Ordering::Relaxed) && may_pass(file) => {
-                self.modes.open(ino, &OpenRequest::Passthrough(&|| self.register(file)))
+                self.register(file).map(Mode::Passthrough)
             }
-            Access::Cached | Access::Once | Access::Passthrough(_) | Access::Materialize => {
-                self.modes.open(ino, &OpenRequest::Cached)
-            }
+            Access::Cached | Access::Once | Access::Passthrough(_) | Access::Materialize => Ok(Mode::Cached),
         };
+        let (mode, failure) = self.modes.open(ino, &first);
         if let Some(failure) = failure {
             self.note_refusal(&failure);
         }

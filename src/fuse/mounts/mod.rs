@@ -8,8 +8,8 @@ mod options;
 mod passed;
 mod unmount;
 
+pub use mount_user::MountUser;
 pub(super) use mount_user::describe;
-pub use mount_user::{Hold, MountUser};
 pub use mounted::{MountError, check_host, check_mountpoint, receive_passed};
 pub(super) use mounted::{
     MountState, Mounted, abort, mount, mount_as_root, receive_descriptor, receive_descriptors, sanitize,

@@ -15,29 +15,13 @@ pub struct MountUser {
     pub pid: u32,
     /// Name of its program, cut to 15 bytes by the kernel.
     pub name: String,
-    /// How it uses the mount.
-    pub hold: Hold,
-}
-
-/// How a process uses a mount; the first way that was found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hold {
-    /// An open file or directory.
-    Open,
-    /// A mapped file.
-    Mapped,
-    /// Its working or root directory.
-    Directory,
+    /// How it uses the mount, in words; the first way that was found.
+    pub hold: &'static str,
 }
 
 impl fmt::Display for MountUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let what = match self.hold {
-            Hold::Open => "open file",
-            Hold::Mapped => "mapped file",
-            Hold::Directory => "working directory",
-        };
-        write!(f, "{} (pid {}, {what})", self.name, self.pid)
+        write!(f, "{} (pid {}, {})", self.name, self.pid, self.hold)
     }
 }
 
@@ -67,26 +51,26 @@ pub(crate) fn describe(users: &[MountUser]) -> String {
     format!("held by {}", names.join(", "))
 }
 
-fn hold_of(process: &Path, mount: &MountEntry) -> Option<Hold> {
+fn hold_of(process: &Path, mount: &MountEntry) -> Option<&'static str> {
     let opens = fs::read_dir(process.join("fdinfo"))
         .into_iter()
         .flatten()
         .flatten()
         .any(|entry| fs::read_to_string(entry.path()).is_ok_and(|info| mount_id_of(&info) == Some(mount.id)));
     if opens {
-        return Some(Hold::Open);
+        return Some("open file");
     }
     let stands = ["cwd", "root"]
         .iter()
         .any(|link| fs::read_link(process.join(link)).is_ok_and(|path| is_below(&path, &mount.mountpoint)));
     if stands {
-        return Some(Hold::Directory);
+        return Some("working directory");
     }
     // Lines of `maps`: address, permissions, offset, device in hexadecimal, inode, path.
     let device = format!("{:02x}:{:02x}", mount.device.major, mount.device.minor);
     let maps = fs::read(process.join("maps")).unwrap_or_default();
     let maps = String::from_utf8_lossy(&maps);
-    maps.lines().any(|line| line.split_ascii_whitespace().nth(3) == Some(&device)).then_some(Hold::Mapped)
+    maps.lines().any(|line| line.split_ascii_whitespace().nth(3) == Some(&device)).then_some("mapped file")
 }
 
 #[cfg(test)]
@@ -101,7 +85,7 @@ mod tests {
         let location = locate(directory.path()).unwrap();
         let mount = mounts().unwrap().into_iter().find(|entry| entry.id == location.mount_id).unwrap();
         let process = Path::new("/proc/self");
-        assert_eq!(hold_of(process, &mount), Some(Hold::Open));
+        assert_eq!(hold_of(process, &mount), Some("open file"));
         drop(file);
         let elsewhere = MountEntry {
             id: u64::MAX,
@@ -111,13 +95,13 @@ mod tests {
         };
         assert_eq!(hold_of(process, &elsewhere), None);
         let cwd = std::env::current_dir().unwrap();
-        assert_eq!(hold_of(process, &MountEntry { mountpoint: cwd, ..elsewhere }), Some(Hold::Directory));
+        assert_eq!(hold_of(process, &MountEntry { mountpoint: cwd, ..elsewhere }), Some("working directory"));
     }
 
     #[test]
     fn describes_in_one_line() {
         assert_eq!(describe(&[]), "held by a process that cannot be seen");
-        let user = MountUser { pid: 7, name: "cat".into(), hold: Hold::Mapped };
+        let user = MountUser { pid: 7, name: "cat".into(), hold: "mapped file" };
         assert_eq!(describe(&[user.clone(), user]), "held by cat (pid 7, mapped file), cat (pid 7, mapped file)");
     }
 }
