@@ -11,14 +11,12 @@ mod materialize;
 mod metric_text;
 pub mod metrics;
 mod nodes;
-mod open_files;
 mod opening;
 mod permissions;
 mod stats;
 mod tree;
 mod upkeep;
 mod volume;
-mod watched;
 mod watching;
 
 pub use ckfs_image::{OmittedFormat, unavailable, unavailable_text};

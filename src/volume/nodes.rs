@@ -3,7 +3,7 @@
 use std::{ops::ControlFlow, sync::Arc};
 
 use ckfs_image::{FileContent, FileImage, SubtreeNode};
-use ckfs_source::{FileId, permission::Permission};
+use ckfs_source::FileId;
 use ckfs_tensor::to_usize;
 
 use super::{
@@ -11,7 +11,7 @@ use super::{
     file_system::{Attr, BUFFER_BYTES, DirEntry, FsError, Ino, NodeKind, Nodes, SMALL_BUFFER_BYTES, StatFs},
     health::ProblemKind,
     permissions::ReadSubject,
-    tree::{FixedKind, FixedNode, Live, SubtreeBlock, TreeNode},
+    tree::{FixedKind, FixedNode, Live, TreeNode},
     volume::Volume,
 };
 
@@ -74,95 +74,56 @@ impl Volume {
         }
     }
 
-    fn fixed_attr(&self, ino: Ino, fixed: &FixedNode) -> Attr {
-        let (kind, size_bytes, links) = match &fixed.kind {
-            FixedKind::Directory { subdirectories, .. } => (NodeKind::Directory, 0, 2 + subdirectories),
-            FixedKind::Symlink(target) => (NodeKind::Symlink, target.len() as u64, 1),
-            FixedKind::File(node) => (NodeKind::File, node.file.len_bytes(), 1),
-            FixedKind::Live(Live::Stats) => (NodeKind::File, self.stats_bytes as u64, 1),
-            FixedKind::Live(Live::Metrics) => (NodeKind::File, METRICS_BYTES as u64, 1),
+    fn attr_of(&self, ino: Ino, node: &TreeNode<'_>) -> Result<Attr, FsError> {
+        let (kind, subdirectories) = node.kind();
+        let (size_bytes, has_parts) = match node {
+            TreeNode::InSubtree(block, _) if kind == NodeKind::Directory => (0, block.subtree.has_headers()),
+            TreeNode::InSubtree(block, node) => {
+                let len_bytes = block.subtree.len_bytes(*node).map_err(|error| {
+                    tracing::error!(ino = ino.0, "cannot lay out a file: {error}");
+                    FsError::Io
+                })?;
+                (len_bytes, block.subtree.has_headers())
+            }
+            TreeNode::Fixed(fixed) => match &fixed.kind {
+                FixedKind::Directory { .. } => (0, false),
+                FixedKind::Symlink(target) => (target.len() as u64, false),
+                FixedKind::File(node) => (node.file.len_bytes(), node.file.is_read_by_items()),
+                FixedKind::Live(Live::Stats) => (self.stats_bytes as u64, false),
+                FixedKind::Live(Live::Metrics) => (METRICS_BYTES as u64, false),
+            },
         };
-        let by_items = matches!(&fixed.kind, FixedKind::File(node) if node.file.is_read_by_items());
-        let buffer_bytes = if by_items { SMALL_BUFFER_BYTES } else { BUFFER_BYTES };
-        let permission = self.fixed_permission(ino, fixed);
-        Attr { ino, kind, size_bytes, links, modified: self.modified, permission, buffer_bytes }
+        let find = || self.permissions.of(&Self::subject(ino, node));
+        let permission = match node {
+            TreeNode::Fixed(FixedNode { kind: FixedKind::File(node), .. }) => *node.permission.get_or_init(find),
+            TreeNode::Fixed(_) | TreeNode::InSubtree(..) => find(),
+        };
+        let links = if kind == NodeKind::Directory { 2 + subdirectories } else { 1 };
+        let buffer_bytes = if has_parts { SMALL_BUFFER_BYTES } else { BUFFER_BYTES };
+        Ok(Attr { ino, kind, size_bytes, links, modified: self.modified, permission, buffer_bytes })
     }
 
-    fn fixed_permission(&self, ino: Ino, fixed: &FixedNode) -> Permission {
-        let find = || self.permissions.of(&Self::fixed_subject(ino, fixed));
-        match &fixed.kind {
-            FixedKind::File(node) => *node.permission.get_or_init(find),
-            FixedKind::Directory { .. } | FixedKind::Live(_) | FixedKind::Symlink(_) => find(),
-        }
-    }
-
-    fn fixed_subject(ino: Ino, fixed: &FixedNode) -> ReadSubject {
-        let is_directory = matches!(fixed.kind, FixedKind::Directory { .. });
-        if fixed.is_own {
-            return ReadSubject::Own { is_directory };
-        }
-        match &fixed.kind {
-            FixedKind::Directory { .. } => ReadSubject::Directory(ino),
-            FixedKind::File(node) => ReadSubject::File { view: node.view, derived_from: node.file.derived_from() },
-            FixedKind::Live(_) => ReadSubject::Own { is_directory: false },
-            FixedKind::Symlink(_) => ReadSubject::Link,
-        }
-    }
-
-    fn subtree_subject(block: &SubtreeBlock, node: u64) -> ReadSubject {
-        let view = block.view;
-        match block.subtree.node(node) {
-            SubtreeNode::Directory(_) => ReadSubject::Names { view },
-            SubtreeNode::File => ReadSubject::File { view, derived_from: block.subtree.derived_from(node) },
+    fn subject(ino: Ino, node: &TreeNode<'_>) -> ReadSubject {
+        let is_directory = node.kind().0 == NodeKind::Directory;
+        match node {
+            TreeNode::InSubtree(block, _) if is_directory => ReadSubject::Names { view: block.view },
+            TreeNode::InSubtree(block, node) => {
+                ReadSubject::File { view: block.view, derived_from: block.subtree.derived_from(*node) }
+            }
+            TreeNode::Fixed(FixedNode { is_own: true, .. }) => ReadSubject::Own { is_directory },
+            TreeNode::Fixed(fixed) => match &fixed.kind {
+                FixedKind::Directory { .. } => ReadSubject::Directory(ino),
+                FixedKind::File(node) => ReadSubject::File { view: node.view, derived_from: node.file.derived_from() },
+                FixedKind::Live(_) => ReadSubject::Own { is_directory },
+                FixedKind::Symlink(_) => ReadSubject::Link,
+            },
         }
     }
 
     /// The permission bits that a copy of a node may have under another owner and group: those that the sources allow, plus
     /// all that the owner needs. `0` for nodes without attributes.
     pub fn copy_mode(&self, ino: Ino, uid: u32, gid: u32) -> u16 {
-        let subject = match self.tree.node(ino) {
-            Some(TreeNode::Fixed(fixed)) => Self::fixed_subject(ino, fixed),
-            Some(TreeNode::InSubtree(block, node)) => Self::subtree_subject(block, node),
-            None => return 0,
-        };
-        self.permissions.mode(&subject, uid, gid)
-    }
-
-    fn subtree_attr(&self, block: &SubtreeBlock, node: u64) -> Result<Attr, FsError> {
-        let ino = Ino(block.first + node);
-        let (kind, size_bytes, links) = match block.subtree.node(node) {
-            SubtreeNode::Directory(subdirectories) => (NodeKind::Directory, 0, 2 + subdirectories),
-            SubtreeNode::File => {
-                let len_bytes = block.subtree.len_bytes(node).map_err(|error| {
-                    tracing::error!(ino = ino.0, "cannot lay out a file: {error}");
-                    FsError::Io
-                })?;
-                (NodeKind::File, len_bytes, 1)
-            }
-        };
-        let permission = self.permissions.of(&Self::subtree_subject(block, node));
-        let modified = self.modified;
-        let buffer_bytes = if block.subtree.has_headers() { SMALL_BUFFER_BYTES } else { BUFFER_BYTES };
-        Ok(Attr { ino, kind, size_bytes, links, modified, permission, buffer_bytes })
-    }
-
-    fn subtree_kind(block: &SubtreeBlock, node: u64) -> NodeKind {
-        match block.subtree.node(node) {
-            SubtreeNode::Directory(_) => NodeKind::Directory,
-            SubtreeNode::File => NodeKind::File,
-        }
-    }
-
-    fn kind(&self, ino: Ino) -> NodeKind {
-        match self.tree.node(ino) {
-            Some(TreeNode::InSubtree(block, node)) => Self::subtree_kind(block, node),
-            Some(TreeNode::Fixed(fixed)) => match fixed.kind {
-                FixedKind::Directory { .. } => NodeKind::Directory,
-                FixedKind::Symlink(_) => NodeKind::Symlink,
-                FixedKind::File(_) | FixedKind::Live(_) => NodeKind::File,
-            },
-            None => NodeKind::File,
-        }
+        self.tree.node(ino).map_or(0, |node| self.permissions.mode(&Self::subject(ino, &node), uid, gid))
     }
 
     /// The path of a node, for messages.
@@ -200,10 +161,11 @@ impl Nodes for Volume {
     fn lookup(&self, parent: Ino, name: &[u8]) -> Result<Attr, FsError> {
         match self.tree.node(parent).ok_or(FsError::NotFound)? {
             TreeNode::InSubtree(block, node) => {
-                if Self::subtree_kind(block, node) != NodeKind::Directory {
+                if block.subtree.node(node) == SubtreeNode::File {
                     return Err(FsError::NotDirectory);
                 }
-                self.subtree_attr(block, block.subtree.child(node, name).ok_or(FsError::NotFound)?)
+                let child = block.subtree.child(node, name).ok_or(FsError::NotFound)?;
+                self.attr_of(Ino(block.first + child), &TreeNode::InSubtree(block, child))
             }
             TreeNode::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 let found = entries.binary_search_by(|(entry, _)| entry.as_bytes().cmp(name));
@@ -214,10 +176,7 @@ impl Nodes for Volume {
     }
 
     fn attr(&self, ino: Ino) -> Result<Attr, FsError> {
-        match self.tree.node(ino).ok_or(FsError::NotFound)? {
-            TreeNode::Fixed(fixed) => Ok(self.fixed_attr(ino, fixed)),
-            TreeNode::InSubtree(block, node) => self.subtree_attr(block, node),
-        }
+        self.attr_of(ino, &self.tree.node(ino).ok_or(FsError::NotFound)?)
     }
 
     fn read_dir(
@@ -228,18 +187,18 @@ impl Nodes for Volume {
     ) -> Result<(), FsError> {
         match self.tree.node(dir).ok_or(FsError::NotFound)? {
             TreeNode::InSubtree(block, node) => {
-                if Self::subtree_kind(block, node) != NodeKind::Directory {
+                if block.subtree.node(node) == SubtreeNode::File {
                     return Err(FsError::NotDirectory);
                 }
                 block.subtree.list(node, from, &mut |name, child| {
-                    let (ino, kind) = (Ino(block.first + child), Self::subtree_kind(block, child));
+                    let (ino, kind) = (Ino(block.first + child), TreeNode::InSubtree(block, child).kind().0);
                     each(DirEntry { name: name.as_bytes(), ino, kind, next: None }).is_continue()
                 });
             }
             TreeNode::Fixed(FixedNode { kind: FixedKind::Directory { entries, .. }, .. }) => {
                 for (name, ino) in entries.iter().skip(to_usize(from)) {
-                    if each(DirEntry { name: name.as_bytes(), ino: *ino, kind: self.kind(*ino), next: None }).is_break()
-                    {
+                    let kind = self.tree.node(*ino).map_or(NodeKind::File, |node| node.kind().0);
+                    if each(DirEntry { name: name.as_bytes(), ino: *ino, kind, next: None }).is_break() {
                         break;
                     }
                 }

@@ -14,9 +14,8 @@ use super::{
     file_system::{Access, FileSystem, FsError, Handle, Ino, NodeScope, NodesRef, OpenedFile},
     health::ProblemKind,
     materialize::{BYTES_MIN, FileClass, FileEntry, Materializer, When},
-    open_files::Open,
     tree::{FixedKind, FixedNode, Live, TreeNode},
-    volume::Volume,
+    volume::{Open, Volume},
 };
 
 impl Volume {

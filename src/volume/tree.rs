@@ -8,10 +8,10 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use ckfs_image::{Directory, DirectoryEntry, OWN, Shown, Subtree, VirtualFile};
+use ckfs_image::{Directory, DirectoryEntry, OWN, Shown, Subtree, SubtreeNode, VirtualFile};
 use ckfs_source::permission::Permission;
 
-use super::file_system::Ino;
+use super::file_system::{Ino, NodeKind};
 
 /// A fixed node.
 pub(super) struct FixedNode {
@@ -71,6 +71,23 @@ pub(super) enum TreeNode<'a> {
     Fixed(&'a FixedNode),
     /// A node of a subtree, by its number there.
     InSubtree(&'a SubtreeBlock, u64),
+}
+
+impl TreeNode<'_> {
+    /// Its type, and the number of subdirectories of a directory.
+    pub(super) fn kind(&self) -> (NodeKind, u32) {
+        match self {
+            Self::InSubtree(block, node) => match block.subtree.node(*node) {
+                SubtreeNode::Directory(subdirectories) => (NodeKind::Directory, subdirectories),
+                SubtreeNode::File => (NodeKind::File, 0),
+            },
+            Self::Fixed(fixed) => match fixed.kind {
+                FixedKind::Directory { subdirectories, .. } => (NodeKind::Directory, subdirectories),
+                FixedKind::Symlink(_) => (NodeKind::Symlink, 0),
+                FixedKind::File(_) | FixedKind::Live(_) => (NodeKind::File, 0),
+            },
+        }
+    }
 }
 
 /// The tree.

@@ -1,7 +1,7 @@
 //! The volume: a checkpoint's views as a file system.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::{Arc, atomic::AtomicU64},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -9,10 +9,15 @@ use std::{
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Materialize;
 use ckfs_host::budget::Budget;
-use ckfs_image::{DerivedFrom, Directory, FileContent, FormatInput, LazyFile, OWN, text_file, unavailable_text};
+use ckfs_image::{
+    DerivedFrom, Directory, FileContent, FormatInput, GeneratedFile, LazyFile, OWN, text_file, unavailable_text,
+};
 use ckfs_plan::{Allow, Plan, PlanError, Problem, report};
-use ckfs_read::{Engine, EngineOptions, EngineRooms};
-use ckfs_source::permission::{Mounter, Overrides};
+use ckfs_read::{Engine, EngineOptions, EngineRooms, PreparedFile};
+use ckfs_source::{
+    FileId, Stall,
+    permission::{Mounter, Overrides},
+};
 use lru::LruCache;
 use parking_lot::{Mutex, RwLock};
 use rayon::prelude::*;
@@ -22,13 +27,12 @@ use super::{
     file_system::{Handle, Ino},
     health::{HealthProblem, VolumeHealth},
     live_reads::LiveReads,
-    materialize::{BundleSizes, Materializer, Policy},
+    materialize::{BundleSizes, FileEntry, Materializer, Policy},
     metrics::Metrics,
-    open_files::{Open, PreparedFileCache},
     permissions::{Permissions, readers, readers_text},
     stats,
     tree::{FixedKind, Live, NodeTree, TreeBuilder, TreeLeaf},
-    watched::Watched,
+    upkeep::OnChange,
 };
 
 /// How to mount anew, where the command is not known.
@@ -245,5 +249,115 @@ fn add_bundles(bundles: &mut BundleSizes, plan: &Plan, shown: &Directory) {
     let formats = shown.bundles() / plan.devices.len().max(1);
     for bytes in report::bytes_per_device(plan) {
         (0..formats).for_each(|_| bundles.add(bytes));
+    }
+}
+
+/// Most segments of closed files that stay cached with their tilings and tiles.
+const REMEMBERED_SEGMENTS_MAX: usize = 200_000;
+/// Most closed files that stay cached. The tiling of one view may take some megabytes.
+const REMEMBERED_FILES_MAX: usize = 64;
+
+/// An open file.
+#[derive(Clone)]
+pub(super) enum Open {
+    Original(FileId),
+    Bytes(Arc<[u8]>),
+    Generated(Arc<GeneratedFile>),
+    Live(Live),
+    /// A file of tensors, and its entry if it may be materialized.
+    Image(Arc<PreparedFile>, Option<Arc<FileEntry>>),
+}
+
+/// Prepared files, open or recently closed: a reopened file finds its tilings and tiles again.
+#[derive(Debug)]
+pub(super) struct PreparedFileCache {
+    pub(super) files: LruCache<Ino, Arc<PreparedFile>>,
+    pub(super) segments: usize,
+}
+
+impl PreparedFileCache {
+    /// Removes the closed file that was opened longest ago, if the cache is over its limits. An open file stays: a second open
+    /// would tile it a second time.
+    pub(super) fn forget_one(&mut self) -> Option<Arc<PreparedFile>> {
+        let many = self.files.len() > REMEMBERED_FILES_MAX || self.segments > REMEMBERED_SEGMENTS_MAX;
+        let closed = |file: &Arc<PreparedFile>| Arc::strong_count(file) == 1;
+        let (ino, _) = self.files.iter().rev().find(|(_, file)| many && closed(file))?;
+        let old = self.files.pop(&ino.clone())?;
+        self.segments -= old.image().segments().len();
+        Some(old)
+    }
+}
+
+/// The state of the sources and files that are in use; see [`super::watching`].
+#[derive(Default)]
+pub(super) struct Watched {
+    /// Inodes that were opened: a bit set in words of 64 bits.
+    pub(super) opened: Mutex<HashMap<u64, u64>>,
+    /// Sources of files that were opened.
+    pub(super) in_use: Mutex<BTreeSet<FileId>>,
+    /// Sources that a thread is checking now; the check may take long.
+    pub(super) checking: Mutex<BTreeSet<FileId>>,
+    /// Stalls that were reported already.
+    pub(super) stalls: Mutex<Vec<Stall>>,
+    /// Poisoned sources that were reported already.
+    pub(super) reported: AtomicU64,
+    /// Called when a source has changed.
+    pub(super) on_change: Mutex<Option<OnChange>>,
+    /// Files that the kernel reads directly from the next open on, and whose pages it still keeps.
+    pub(super) superseded: Mutex<BTreeSet<Ino>>,
+}
+
+impl Watched {
+    /// Notes that a file was opened. Returns whether it was before.
+    pub(super) fn note_opened(&self, ino: Ino) -> bool {
+        let (mut opened, bit) = (self.opened.lock(), 1 << (ino.0 % 64));
+        let word = opened.entry(ino.0 / 64).or_default();
+        let before = *word & bit != 0;
+        *word |= bit;
+        before
+    }
+
+    /// Notes that sources are read from now on.
+    pub(super) fn note_in_use(&self, files: &[FileId]) {
+        self.in_use.lock().extend(files);
+    }
+
+    /// Notes that the kernel reads a file directly from the next open on. That open would wait while the kernel drops the pages it
+    /// has read through ckfs, 0.1 s per GB, so they are dropped now.
+    pub(super) fn note_superseded(&self, ino: Ino) {
+        self.superseded.lock().insert(ino);
+        self.report();
+    }
+
+    /// Tells the server that there are files to drop.
+    pub(super) fn report(&self) {
+        if let Some(callback) = &*self.on_change.lock() {
+            callback();
+        }
+    }
+
+    pub(super) fn opened(&self) -> Vec<Ino> {
+        let opened = self.opened.lock();
+        let bits = |(word, bits): (&u64, &u64)| {
+            let (word, bits) = (*word, *bits);
+            (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| Ino(word * 64 + bit))
+        };
+        opened.iter().flat_map(bits).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn opened_files_are_remembered_once() {
+        let watched = Watched::default();
+        for (ino, before) in [(1, false), (64, false), (63, false), (1, true), (1 << 40, false)] {
+            assert_eq!(watched.note_opened(Ino(ino)), before, "{ino}");
+        }
+        let mut opened: Vec<u64> = watched.opened().into_iter().map(|ino| ino.0).collect();
+        opened.sort_unstable();
+        assert_eq!(opened, [1, 63, 64, 1 << 40]);
     }
 }

@@ -19,9 +19,8 @@ use super::{
     file_system::{Handle, Ino},
     health::ProblemKind,
     metrics::{Metrics, RequestKind},
-    open_files::Open,
     upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized},
-    volume::Volume,
+    volume::{Open, Volume},
 };
 
 impl Volume {
