@@ -18,10 +18,10 @@ use ckfs_tensor::{DType, Element, Region, Shape, View, to_usize};
 use parking_lot::Mutex;
 
 use super::{
+    bundle::ShardClasses,
     file_image::{FileImage, ImageError},
     generated_records::{GeneratedRecords, byte_counter, starts},
     safetensors_layout::NamedView,
-    shard_class::ShardClasses,
     torch_archive::{Root, alignment, data_bytes, push_archive},
 };
 

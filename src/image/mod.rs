@@ -32,7 +32,6 @@ mod pt;
 mod raw;
 mod safetensors;
 mod safetensors_layout;
-mod shard_class;
 mod sharded_state;
 mod tensor_files;
 mod torch_archive;

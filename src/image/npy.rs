@@ -14,7 +14,7 @@ use super::{
     input::FormatInput,
     name_tree::NameTree,
     output::{Directory, FormatFiles, OutputFormat},
-    tensor_files::{Encoding, TensorFiles},
+    tensor_files::TensorFiles,
 };
 
 /// Where the elements start.
@@ -37,11 +37,10 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         if NameTree::new(plan, "", |_| true).is_err() { Vec::new() } else { problems }
     });
     let names = Arc::new(names?);
-    let encoding = Encoding { lay_out, is_plain: false };
     let shown = Directory::with(NPY.name, |directory| {
         for device in &plan.devices {
             let (input, names) = (Arc::clone(input), Arc::clone(&names));
-            let files = TensorFiles { input, names, device: Some(*device), encoding };
+            let files = TensorFiles { input, names, device: Some(*device), lay_out, is_plain: false };
             directory.subtree(&format!("dev{device}"), files);
         }
     });

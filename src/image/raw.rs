@@ -11,7 +11,7 @@ use super::{
     input::FormatInput,
     name_tree::NameTree,
     output::{Directory, FormatFiles, OutputFormat, Shown},
-    tensor_files::{Encoding, TensorFiles},
+    tensor_files::TensorFiles,
 };
 
 /// See the module's documentation.
@@ -30,8 +30,10 @@ pub fn raw(name: &str, view: View) -> Result<FileImage, ImageError> {
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     let plan = &input.plan;
     let names = Arc::new(NameTree::new(plan, "", |_| true)?);
-    let encoding = Encoding { lay_out: raw, is_plain: true };
-    let files = |device| TensorFiles { input: Arc::clone(input), names: Arc::clone(&names), device, encoding };
+    let files = |device| {
+        let (input, names) = (Arc::clone(input), Arc::clone(&names));
+        TensorFiles { input, names, device, lay_out: raw, is_plain: true }
+    };
     let mut directory = Directory::default();
     directory.subtree("full", files(None));
     for device in &plan.devices {

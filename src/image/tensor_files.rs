@@ -31,22 +31,16 @@ const XATTRS: [&str; 6] = [
     "user.ckfs.sources",
 ];
 
-/// The file layout of a tensor's elements.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Encoding {
-    /// Lays out the file of a view with this name. Its length must depend on the view's type and shape alone.
-    pub(super) lay_out: fn(&str, View) -> Result<FileImage, ImageError>,
-    /// Whether the file holds the elements only.
-    pub(super) is_plain: bool,
-}
-
 /// A directory of tensors: the whole ones, or the shards of a device.
 pub(super) struct TensorFiles {
     pub(super) input: Arc<FormatInput>,
     pub(super) names: Arc<NameTree>,
     /// The device; `None` for the whole tensors.
     pub(super) device: Option<u64>,
-    pub(super) encoding: Encoding,
+    /// Lays out the file of a view with this name. Its length must depend on the view's type and shape alone.
+    pub(super) lay_out: fn(&str, View) -> Result<FileImage, ImageError>,
+    /// Whether a file holds the elements only.
+    pub(super) is_plain: bool,
 }
 
 impl TensorFiles {
@@ -102,13 +96,13 @@ impl Subtree for TensorFiles {
     }
 
     fn has_headers(&self) -> bool {
-        !self.encoding.is_plain
+        !self.is_plain
     }
 
     fn content(&self, at: u64) -> Result<FileContent, ImageError> {
         let tensor = self.tensor(at).expect("only files have contents");
         let tensor = &self.input.plan.tensors[tensor as usize];
-        (self.encoding.lay_out)(&tensor.name, self.view(tensor)).map(FileContent::Image)
+        (self.lay_out)(&tensor.name, self.view(tensor)).map(FileContent::Image)
     }
 
     /// The length of the layout of zeros of the same type and shape: cutting the view takes longer than all the rest.
@@ -116,7 +110,7 @@ impl Subtree for TensorFiles {
         let tensor = self.tensor(at).expect("only files have lengths");
         let tensor = &self.input.plan.tensors[tensor as usize];
         let zeros = View::fill(self.region(tensor).shape().clone(), Element::zero(tensor.view.dtype()));
-        Ok((self.encoding.lay_out)(&tensor.name, zeros)?.len_bytes())
+        Ok((self.lay_out)(&tensor.name, zeros)?.len_bytes())
     }
 
     fn xattr_names(&self, at: u64) -> &'static [&'static str] {
