@@ -28,6 +28,7 @@ use memmap2::{MmapOptions, MmapRaw};
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, SealFlag, fcntl},
+    poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         memfd::{MFdFlags, memfd_create},
         socket::{AddressFamily, SockFlag, SockType, socketpair},
@@ -250,6 +251,14 @@ fn read_some(file: &mut File) -> io::Result<Vec<u8>> {
             }
         }
     }
+}
+
+/// Whether the kernel has ended a connection.
+pub(crate) fn has_ended(device: &OwnedFd) -> bool {
+    // A poll that waits would be woken by each request.
+    let mut fds = [PollFd::new(device.as_fd(), PollFlags::empty())];
+    matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
+        && fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLERR))
 }
 
 /// Asks the kernel to send again what it has no answer to. Answers to what was sent before are lost from now on.

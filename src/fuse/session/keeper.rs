@@ -18,15 +18,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::{
-    poll::{PollFd, PollFlags, PollTimeout, poll},
-    unistd::{chdir, setsid},
-};
+use nix::unistd::{chdir, setsid};
 use tracing::{error, warn};
 
 use super::successor::{ALONE, DONE, HOLDING, hand_over, listen};
 use crate::{
-    connection::Record,
+    connection::{Record, has_ended},
     daemon::start_child,
     mounts::{receive_descriptors, send_descriptors},
 };
@@ -63,12 +60,6 @@ pub(super) fn release(keeper: Option<UnixStream>) {
     if let Some(mut keeper) = keeper {
         let _ = keeper.write_all(&[HOLDING]);
     }
-}
-
-/// Whether the kernel has ended a connection.
-fn has_ended(device: &OwnedFd) -> bool {
-    let mut fds = [PollFd::new(device.as_fd(), PollFlags::empty())];
-    matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
 }
 
 /// Keeps the connection of a daemon, which is at the other end of standard input, and starts the next one if it dies.

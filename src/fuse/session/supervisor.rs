@@ -30,7 +30,7 @@ use super::{
 };
 use crate::{
     adapter::KernelAdapter,
-    connection::{Inheritance, Record},
+    connection::{Inheritance, Record, has_ended},
     mounts::{Device, MountError, MountState, MountUser, Mounted, Passed, UnmountError, abort, describe, is_stale},
     requests::Dispatchers,
 };
@@ -161,14 +161,6 @@ impl Running {
     fn have_ended(&self, limit: PollTimeout) -> bool {
         let mut fds = [PollFd::new(self.ended.as_fd(), PollFlags::POLLIN)];
         matches!(poll(&mut fds, limit), Ok(1..))
-    }
-
-    /// Whether the connection to the kernel has ended. Threads that wait for storage do not see that.
-    fn is_disconnected(&self) -> bool {
-        // A poll that waits would be woken by each request.
-        let mut fds = [PollFd::new(self.connection.as_fd(), PollFlags::empty())];
-        matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
-            && fds[0].revents().is_some_and(|events| events.contains(PollFlags::POLLERR))
     }
 
     /// What the threads ended with. Those that wait for storage end with the process.
@@ -534,7 +526,8 @@ impl Supervisor {
                     signal => return Ok(Event::Signal(signal.unwrap_or(Signal::SIGTERM))),
                 }
             }
-            if self.running.is_disconnected() {
+            // Threads that wait for storage do not see that.
+            if has_ended(&self.running.connection) {
                 let limit = PollTimeout::try_from(ABORT_LIMIT).unwrap_or(PollTimeout::MAX);
                 if !self.running.have_ended(limit) {
                     info!("the connection has ended; threads that wait for storage end with this process");
