@@ -229,7 +229,7 @@ fn refusal_of_namespace(errno: Errno) -> String {
 #[expect(clippy::wildcard_enum_match_arm, reason = "mounting in this way has these errors")]
 fn refusal_of_mount(error: &MountError) -> String {
     match error {
-        MountError::Device { source } if source.kind() == io::ErrorKind::PermissionDenied => {
+        MountError::Device(source) if source.kind() == io::ErrorKind::PermissionDenied => {
             format!("{error}; it needs mode 0666 (chmod 666 /dev/fuse, or a udev rule)")
         }
         MountError::Mount { errno: Errno::EPERM | Errno::EACCES, .. } => format!("{error}; {REMEDY_OF_PERMISSION}"),

@@ -58,28 +58,15 @@ const CLEANUP_LIMIT: Duration = Duration::from_secs(5);
 /// Why the daemon is not running.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
-    /// The child ended without a report.
-    #[error("the daemon ended before it was ready: {status}{limits}")]
-    Died {
-        /// Its exit status.
-        status: ExitStatus,
-        /// Limits that may be the reason, as words that end a message.
-        limits: String,
-    },
-    /// The child did not report in time, so the starter ended it.
-    #[error("the daemon was not ready within {limit:?}")]
-    TimedOut {
-        /// The time it had.
-        limit: Duration,
-    },
+    /// The child ended without a report: its exit status, and limits that may be the reason, as words that end a message.
+    #[error("the daemon ended before it was ready: {0}{1}")]
+    Died(ExitStatus, String),
+    /// The child did not report within this time, so the starter ended it.
+    #[error("the daemon was not ready within {0:?}")]
+    TimedOut(Duration),
     /// The log file cannot be opened.
-    #[error("log file {}: {source}", path.display())]
-    LogFile {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    #[error("log file {}: {1}", .0.display())]
+    LogFile(PathBuf, io::Error),
     /// The program cannot be run, the child reported a failure, or a system call failed.
     #[error("{0}")]
     Failed(String),
@@ -166,7 +153,7 @@ pub(crate) fn start_child(
     let mut child = child.map_err(spawn)?;
     let Some(report) = read_report(reader, timeout).map_err(spawn)? else {
         end(&mut child);
-        return Err(DaemonError::TimedOut { limit: timeout });
+        return Err(DaemonError::TimedOut(timeout));
     };
     let report = String::from_utf8_lossy(&report).into_owned();
     if is_ready(&report) {
@@ -176,11 +163,7 @@ pub(crate) fn start_child(
     }
     let status = reap(&mut child).map_err(spawn)?;
     let reason = report.trim().to_owned();
-    Err(if reason.is_empty() {
-        DaemonError::Died { status, limits: limits::hint() }
-    } else {
-        DaemonError::Failed(reason)
-    })
+    Err(if reason.is_empty() { DaemonError::Died(status, limits::hint()) } else { DaemonError::Failed(reason) })
 }
 
 fn is_ready(report: &str) -> bool {
@@ -266,8 +249,8 @@ impl Readiness {
             mountpoint: mountpoint.to_owned(),
             attached: false,
         };
-        let opened = log_file
-            .map(|path| LogTarget::file(path).map_err(|source| DaemonError::LogFile { path: path.to_owned(), source }));
+        let opened =
+            log_file.map(|path| LogTarget::file(path).map_err(|error| DaemonError::LogFile(path.to_owned(), error)));
         match opened.transpose() {
             Ok(file) => readiness.file = file,
             Err(error) => {

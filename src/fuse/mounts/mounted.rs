@@ -43,11 +43,8 @@ pub enum MountError {
     #[error("/dev/fuse: not found; load the module (modprobe fuse) or give the container the device")]
     NoDevice,
     /// The device cannot be opened.
-    #[error("/dev/fuse: {source}")]
-    Device {
-        /// Why.
-        source: io::Error,
-    },
+    #[error("/dev/fuse: {0}")]
+    Device(io::Error),
     /// Without the table of mounts none is found again.
     #[error(
         "/proc: not mounted here, and ckfs finds mounts by its files; mount -t proc proc /proc, or give the container one"
@@ -252,7 +249,7 @@ pub(crate) fn sanitize(name: &str) -> String {
 /// Mounts by mount(2), which needs the capability to in the mount namespace's user namespace.
 pub(crate) fn mount_as_root(path: &Path, source: &str, options: &MountOptions) -> Result<OwnedFd, MountError> {
     let device = File::options().read(true).write(true).open("/dev/fuse").map_err(|source| {
-        if source.kind() == io::ErrorKind::NotFound { MountError::NoDevice } else { MountError::Device { source } }
+        if source.kind() == io::ErrorKind::NotFound { MountError::NoDevice } else { MountError::Device(source) }
     })?;
     let mut data = format!(
         "fd={},rootmode=40000,user_id={},group_id={},default_permissions",

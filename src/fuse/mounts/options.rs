@@ -38,9 +38,7 @@ impl MountOptions {
             drain: settings.drain.map_or(defaults.drain, WaitTime::duration),
         }
     }
-}
 
-impl MountOptions {
     /// What the kernel was told when it was mounted, in words.
     pub(crate) fn of_mount(&self) -> String {
         let (user, others) = (nix::unistd::geteuid(), if self.allow_other { ", allow_other" } else { "" });
