@@ -85,7 +85,7 @@ pub struct HealthProblem {
     pub ended: Option<SystemTime>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct ProblemList {
     problems: Vec<HealthProblem>,
     /// Number of problems for which there was no room.
@@ -105,9 +105,7 @@ pub struct VolumeHealth {
 /// All problems at one moment.
 #[derive(Debug)]
 pub(super) struct HealthReport {
-    problems: Vec<HealthProblem>,
-    left_out: u64,
-    last: Option<HealthProblem>,
+    list: ProblemList,
     /// Paths of all source files that changed.
     poisoned_files: Vec<String>,
 }
@@ -172,53 +170,48 @@ impl VolumeHealth {
 
     /// All problems, including those of poisoned source files.
     pub(super) fn report<'a>(&self, poisoned: impl Iterator<Item = (&'a Path, Poison)>) -> HealthReport {
-        let inner = self.inner.lock();
-        let (mut problems, mut left_out) = (inner.problems.clone(), inner.left_out);
-        let mut last = inner.last.clone();
-        drop(inner);
-        let mut poisoned_files = Vec::new();
+        let (mut list, mut poisoned_files) = (self.inner.lock().clone(), Vec::new());
         for (path, Poison { error, since }) in poisoned {
             poisoned_files.push(path.display().to_string());
             let file = bounded(&path.display().to_string());
-            let known =
-                problems.iter_mut().find(|known| known.kind == ProblemKind::SourceChanged && known.file == file);
-            if let Some(known) = known {
+            let mut known = list.problems.iter_mut();
+            if let Some(known) = known.find(|known| known.kind == ProblemKind::SourceChanged && known.file == file) {
                 known.first = since.min(known.first);
                 continue;
             }
             let (kind, cause) = (ProblemKind::SourceChanged, bounded(&error.to_string()));
             let problem = HealthProblem { kind, file, cause, first: since, last: since, count: 1, ended: None };
-            if last.as_ref().is_none_or(|last| last.last < since) {
-                last = Some(problem.clone());
+            if list.last.as_ref().is_none_or(|last| last.last < since) {
+                list.last = Some(problem.clone());
             }
-            if problems.len() < PROBLEMS_MAX {
-                problems.push(problem);
+            if list.problems.len() < PROBLEMS_MAX {
+                list.problems.push(problem);
             } else {
-                left_out += 1;
+                list.left_out += 1;
             }
         }
-        HealthReport { problems, left_out, last, poisoned_files }
+        HealthReport { list, poisoned_files }
     }
 }
 
 impl HealthReport {
     /// Whether a problem is open.
     pub(super) fn is_degraded(&self) -> bool {
-        self.left_out > 0
+        self.list.left_out > 0
             || !self.poisoned_files.is_empty()
-            || self.problems.iter().any(|problem| problem.ended.is_none())
+            || self.list.problems.iter().any(|problem| problem.ended.is_none())
     }
 
     /// The problems that are open.
     pub(super) fn into_open_problems(mut self) -> Vec<HealthProblem> {
-        self.problems.retain(|problem| problem.ended.is_none());
-        self.problems
+        self.list.problems.retain(|problem| problem.ended.is_none());
+        self.list.problems
     }
 
     /// Moves the last problem from the list to the count of omitted ones; false if the list is empty.
     pub(super) fn leave_one_out(&mut self) -> bool {
-        let left = self.problems.pop().is_some();
-        self.left_out += u64::from(left);
+        let left = self.list.problems.pop().is_some();
+        self.list.left_out += u64::from(left);
         left
     }
 
@@ -236,7 +229,7 @@ impl HealthReport {
                 "count": problem.count,
             })
         };
-        let last = self.last.as_ref().map(|problem| {
+        let last = self.list.last.as_ref().map(|problem| {
             json!({
                 "time": utc(problem.last),
                 "kind": problem.kind.name(),
@@ -246,8 +239,8 @@ impl HealthReport {
         });
         json!({
             "health": if self.is_degraded() { "degraded" } else { "healthy" },
-            "problems": self.problems.iter().map(row).collect::<Vec<_>>(),
-            "problems_left_out": self.left_out,
+            "problems": self.list.problems.iter().map(row).collect::<Vec<_>>(),
+            "problems_left_out": self.list.left_out,
             "poisoned_files": self.poisoned_files,
             "last_error": last,
         })
