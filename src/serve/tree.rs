@@ -8,7 +8,7 @@ use ckfs_service::{
     steps::{HeldStep, NoStep},
 };
 use ckfs_source::this_process;
-use ckfs_volume::{Attr, BUFFER_BYTES, FsError, Ino, NodeKind, Permission, Upkeep, Volume};
+use ckfs_volume::{Attr, FsError, Ino, NodeKind, Upkeep, Volume};
 
 use super::{gate::Visitor, reads::ServedReads};
 
@@ -57,6 +57,10 @@ pub(super) struct FoundNode {
 }
 
 impl FoundNode {
+    pub(super) fn is_file(&self) -> bool {
+        self.attr.kind == NodeKind::File
+    }
+
     /// The node, if it is of a kind: there is no other of its name.
     pub(super) fn of_kind(self, kind: NodeKind) -> Result<Self, NoNode> {
         if self.attr.kind == kind { Ok(self) } else { Err(NoNode::Absent) }
@@ -123,15 +127,8 @@ impl ServedTree {
     pub(super) fn new(reads: &Arc<ServedReads>, version: TreeVersion) -> Self {
         let fs = &reads.fs;
         // Every file system has a root; without one nobody could pass it.
-        let attr = fs.attr(Ino::ROOT).unwrap_or(Attr {
-            ino: Ino::ROOT,
-            kind: NodeKind::Directory,
-            size_bytes: 0,
-            links: 2,
-            modified: SystemTime::UNIX_EPOCH,
-            permission: Permission { uid: 0, gid: 0, mode: 0 },
-            buffer_bytes: BUFFER_BYTES,
-        });
+        let attr = fs.attr(Ino::ROOT);
+        let attr = attr.unwrap_or(Attr { kind: NodeKind::Directory, links: 2, ..Attr::absent(Ino::ROOT) });
         let root = FoundNode { path: String::new(), attr };
         Self { fs: Arc::clone(fs), reads: Arc::clone(reads), root, version }
     }

@@ -48,6 +48,21 @@ pub struct Attr {
     pub buffer_bytes: u32,
 }
 
+impl Attr {
+    /// Those of what is not there: an empty file that nobody may read.
+    pub const fn absent(ino: Ino) -> Self {
+        Self {
+            ino,
+            kind: NodeKind::File,
+            size_bytes: 0,
+            links: 0,
+            modified: SystemTime::UNIX_EPOCH,
+            permission: Permission { uid: 0, gid: 0, mode: 0 },
+            buffer_bytes: BUFFER_BYTES,
+        }
+    }
+}
+
 /// The usual buffer: programs that buffer by it (Python does) then read in the largest single request.
 pub const BUFFER_BYTES: u32 = 1 << 20;
 

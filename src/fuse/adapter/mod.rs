@@ -27,9 +27,7 @@ use std::{
 use ckfs_service::{
     Client, Handlers, Heartbeat, Pending, Refuse, ReplySlot, Requests, WaitingThreads, Watchdog, read_whole,
 };
-use ckfs_volume::{
-    Attr, BUFFER_BYTES, FsError, Handle, Ino, NodeKind, NodeScope, Nodes, Permission, Replied, RequestKind, Upkeep,
-};
+use ckfs_volume::{Attr, FsError, Handle, Ino, NodeKind, NodeScope, Nodes, Replied, RequestKind, Upkeep};
 use fuser::{
     AccessFlags, BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, FopenFlags, Generation,
     INodeNo, InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenAccMode, OpenFlags, PollEvents, PollFlags,
@@ -403,16 +401,7 @@ impl fuser::Filesystem for KernelAdapter {
                 }
                 // Inode 0 means an absent name; unlike ENOENT, it lets the kernel cache that.
                 Err(FsError::NotFound) => {
-                    let absent = Attr {
-                        ino: Ino(0),
-                        kind: NodeKind::File,
-                        size_bytes: 0,
-                        links: 0,
-                        modified: SystemTime::UNIX_EPOCH,
-                        permission: Permission { uid: 0, gid: 0, mode: 0 },
-                        buffer_bytes: BUFFER_BYTES,
-                    };
-                    answer(reply, |reply| reply.entry(&kept, &file_attr(&absent), GENERATION))?;
+                    answer(reply, |reply| reply.entry(&kept, &file_attr(&Attr::absent(Ino(0))), GENERATION))?;
                     Err(FsError::NotFound)
                 }
                 Err(error) => Err(error),
