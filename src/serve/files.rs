@@ -21,8 +21,8 @@ pub(super) async fn answer(
     method: &Method,
     headers: &HeaderMap,
 ) -> Answered {
-    let malformed = |_| answer::failed(StatusCode::BAD_REQUEST, "expected a path of names, without . and ..");
-    let names = path::names(path).map_err(malformed)?;
+    let malformed = || answer::failed(StatusCode::BAD_REQUEST, "expected a path of names, without . and ..");
+    let names = path::names(path).ok_or_else(malformed)?;
     let none = |reason| no_node(reason, &names, visitor);
     let (tree, rest) = match served.place(visitor, &names).await.map_err(none)? {
         ServedPlace::Tree(tree, rest) => (tree, rest),

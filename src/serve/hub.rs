@@ -30,9 +30,9 @@ use super::{
     file_reply,
     gate::Visitor,
     path,
-    repositories::{BRANCH, NoRepository, RepositoryEntry, ServedRepository},
+    repositories::{BRANCH, NoRepository, ServedRepository},
     served::ServedSource,
-    tree::{FileVersion, NoNode},
+    tree::{FileVersion, FoundNode, NoNode},
 };
 
 /// Most bytes of a request that names paths.
@@ -85,10 +85,10 @@ impl HubRequest {
     /// is none of the Hub's.
     pub(super) fn parse(path: &str) -> Option<Self> {
         let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
-        let id = |org: &str, name: &str| Some(format!("{}/{}", path::decoded(org).ok()?, path::decoded(name).ok()?));
-        let names = |rest: &[&str]| path::names(&rest.join("/")).ok();
+        let id = |org: &str, name: &str| Some(format!("{}/{}", path::decoded(org)?, path::decoded(name)?));
+        let names = |rest: &[&str]| path::names(&rest.join("/"));
         let of = |org: &str, name: &str, revision: &str, asked: AskedOf| {
-            Some(Self::Revision { id: id(org, name)?, revision: path::decoded(revision).ok()?, asked })
+            Some(Self::Revision { id: id(org, name)?, revision: path::decoded(revision)?, asked })
         };
         match parts.as_slice() {
             ["api", "models"] => Some(Self::All { of_models: true }),
@@ -101,9 +101,7 @@ impl HubRequest {
             ["api", "models", org, name, "tree", rev, rest @ ..] => of(org, name, rev, AskedOf::Tree(names(rest)?)),
             ["api", "models", org, name, "paths-info", rev] => of(org, name, rev, AskedOf::PathsInfo),
             ["api", "models", org, name, _, ..] => Some(Self::Other { id: id(org, name)? }),
-            ["api", "models", name] | [name, "resolve" | "raw", ..] => {
-                Some(Self::Other { id: path::decoded(name).ok()? })
-            }
+            ["api", "models", name] | [name, "resolve" | "raw", ..] => Some(Self::Other { id: path::decoded(name)? }),
             ["api", kind @ ("datasets" | "spaces"), rest @ ..] | [kind @ ("datasets" | "spaces"), rest @ ..] => {
                 let id = rest.split(|word| matches!(*word, "resolve" | "raw")).next().unwrap_or_default();
                 Some(Self::Other { id: format!("{kind}/{}", names(id)?.join("/")) })
@@ -264,7 +262,7 @@ async fn of_model(repository: &ServedRepository, call: &HubCall<'_>) -> Answered
     let has_sizes = asks_for(call.query, "blobs");
     let entries = repository.entries(call.visitor, &repository.root, true);
     let entries = entries.map_err(|reason| no_entry(repository, &repository.id, &reason))?;
-    let sibling = async |entry: &RepositoryEntry| {
+    let sibling = async |entry: &FoundNode| {
         if has_sizes {
             let tag = repository.tag(call.visitor, entry).await;
             json!({ "rfilename": entry.path, "size": entry.attr.size_bytes, "blobId": tag })
@@ -301,7 +299,7 @@ fn commits(branches: &[(String, ServedRepository)], repository: &ServedRepositor
 }
 
 /// An entry of a tree.
-async fn entry_row(repository: &ServedRepository, entry: &RepositoryEntry, expand: bool, visitor: Visitor) -> Value {
+async fn entry_row(repository: &ServedRepository, entry: &FoundNode, expand: bool, visitor: Visitor) -> Value {
     let kind = if entry.is_file() { "file" } else { "directory" };
     let tag = repository.tag(visitor, entry).await;
     let mut row = json!({ "type": kind, "oid": tag, "size": entry.attr.size_bytes, "path": entry.path });
@@ -364,13 +362,13 @@ async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incom
     }
     let mut entries = Vec::new();
     for asked in &paths {
-        let Ok(names) = path::names(&path::encoded(asked)) else { continue };
+        let Some(names) = path::names(&path::encoded(asked)) else { continue };
         let node = match repository.tree.find(call.visitor, &repository.root, &names) {
             Ok(node) => node,
             Err(NoNode::Absent | NoNode::Denied) => continue,
             Err(failed @ NoNode::Failed(_)) => return Err(no_entry(repository, asked, &failed)),
         };
-        let entry = RepositoryEntry { path: repository.path_of(&node), attr: node.attr };
+        let entry = repository.entry(&node);
         // The root is none.
         entries.extend((!entry.path.is_empty()).then_some(entry));
     }
@@ -428,8 +426,7 @@ async fn of_file(repository: &ServedRepository, names: &[String], method: &Metho
     let node = node
         .and_then(|node| node.of_kind(NodeKind::File))
         .map_err(|reason| no_entry(repository, &names.join("/"), &reason))?;
-    let entry = RepositoryEntry { path: repository.path_of(&node), attr: node.attr };
-    let tag = format!("\"{}\"", repository.tag(call.visitor, &entry).await);
+    let tag = format!("\"{}\"", repository.tag(call.visitor, &repository.entry(&node)).await);
     // The branch of a run leads to an older file when its newest step is deleted: no time is a condition.
     let version = Some(FileVersion { etag: tag.clone(), since: None });
     let mut headers = call.headers.clone();

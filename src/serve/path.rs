@@ -5,29 +5,18 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_perc
 /// What is written as it is in a path.
 const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
 
-/// A path that names nothing: `..`, a slash or NUL inside a name, or no UTF-8.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct MalformedPath;
-
-/// The text of one component.
-///
-/// # Errors
-/// It is no UTF-8, or has NUL.
-pub(super) fn decoded(component: &str) -> Result<String, MalformedPath> {
-    let text = percent_decode_str(component).decode_utf8().map_err(|_| MalformedPath)?;
-    if text.contains('\0') { Err(MalformedPath) } else { Ok(text.into_owned()) }
+/// The text of one component; `None` if it is no UTF-8, or has NUL.
+pub(super) fn decoded(component: &str) -> Option<String> {
+    let text = percent_decode_str(component).decode_utf8().ok()?;
+    (!text.contains('\0')).then(|| text.into_owned())
 }
 
-/// The names of a path, each decoded once. Empty ones are left out.
-///
-/// # Errors
-/// A name is `.` or `..` or has a slash, however it is written: nothing of a volume has such a name.
-pub(super) fn names(path: &str) -> Result<Vec<String>, MalformedPath> {
-    let name = |component: &str| {
-        let name = decoded(component)?;
-        if name == "." || name == ".." || name.contains('/') { Err(MalformedPath) } else { Ok(name) }
-    };
-    path.split('/').filter(|component| !component.is_empty()).map(name).collect()
+/// The names of a path, each decoded once. Empty ones are left out. `None` if a name is `.` or `..` or has a slash, however it is
+/// written: nothing of a volume has such a name.
+pub(super) fn names(path: &str) -> Option<Vec<String>> {
+    let is_name = |name: &String| name != "." && name != ".." && !name.contains('/');
+    let components = path.split('/').filter(|component| !component.is_empty());
+    components.map(|component| decoded(component).filter(is_name)).collect()
 }
 
 /// A path with everything escaped that means something in an address, slashes between names excepted.
@@ -58,7 +47,7 @@ mod tests {
         }
         for path in ["..", "a/../b", "%2e%2e/x", ".%2E", "a/./b", "%2e", "a%2Fb", "a%2f..%2f..", "%00", "a%00b", "%ff"]
         {
-            assert_eq!(names(path), Err(MalformedPath), "{path}");
+            assert_eq!(names(path), None, "{path}");
         }
         assert_eq!(decoded("refs%2Fpr%2F1").unwrap(), "refs/pr/1");
     }

@@ -4,7 +4,7 @@ use std::{path::Path, sync::Arc};
 
 use ckfs_config::{Config, RepoName, ViewConfig};
 use ckfs_service::identity;
-use ckfs_volume::{Attr, Ino, NodeKind, Volume};
+use ckfs_volume::{Ino, NodeKind, Volume};
 
 use super::{
     gate::Visitor,
@@ -28,21 +28,6 @@ pub(super) fn branch_of(revision: &str) -> &str {
     match revision.strip_prefix("refs/heads/").unwrap_or(revision) {
         "HEAD" => BRANCH,
         name => name,
-    }
-}
-
-/// A file or directory of a repository.
-#[derive(Clone, Debug)]
-pub(super) struct RepositoryEntry {
-    /// Path in the repository.
-    pub(super) path: String,
-    pub(super) attr: Attr,
-}
-
-impl RepositoryEntry {
-    /// Whether it is no directory.
-    pub(super) fn is_file(&self) -> bool {
-        self.attr.kind == NodeKind::File
     }
 }
 
@@ -73,8 +58,8 @@ pub(super) enum NoRepository {
 
 impl ServedRepository {
     /// The object name of an entry, which is the entity tag of a file, without quotes. It tells of bytes only who may read them.
-    pub(super) async fn tag(&self, visitor: Visitor, entry: &RepositoryEntry) -> String {
-        let RepositoryEntry { path, attr } = entry;
+    pub(super) async fn tag(&self, visitor: Visitor, entry: &FoundNode) -> String {
+        let FoundNode { path, attr } = entry;
         let version = identity::file_digest(&self.commit, path, attr.size_bytes);
         if entry.is_file() && attr.size_bytes <= GIT_BYTES_MAX && visitor.may_read(attr) {
             self.tree.reads.blob_id(version, attr.ino, attr.size_bytes).await
@@ -90,7 +75,7 @@ impl ServedRepository {
         self.tree.reach(visitor, &self.tree.root, &names).is_ok()
     }
 
-    /// All entries below a directory of it, or only those in it; directories come before what is in them. Of a directory whose entries
+    /// All entries below a directory of it, or only those in it, with their paths in the repository; directories come before what is in them. Of a directory whose entries
     /// the visitor may not see, only itself.
     ///
     /// # Errors
@@ -100,12 +85,12 @@ impl ServedRepository {
         visitor: Visitor,
         below: &FoundNode,
         recursive: bool,
-    ) -> Result<Vec<RepositoryEntry>, NoNode> {
+    ) -> Result<Vec<FoundNode>, NoNode> {
         if !visitor.may_list(&below.attr) {
             return Err(NoNode::Denied);
         }
         let mut found = Vec::new();
-        let mut pending: Vec<(String, Ino)> = vec![(self.path_of(below), below.attr.ino)];
+        let mut pending: Vec<(String, Ino)> = vec![(self.entry(below).path, below.attr.ino)];
         while let Some((above, directory)) = pending.pop() {
             let mut directories = Vec::new();
             for entry in self.tree.without_links(visitor, directory)? {
@@ -114,7 +99,7 @@ impl ServedRepository {
                 if entry.kind == NodeKind::Directory && visitor.may_list(&attr) {
                     directories.push((path.clone(), entry.ino));
                 }
-                found.push(RepositoryEntry { path, attr });
+                found.push(FoundNode { path, attr });
             }
             if recursive {
                 pending.extend(directories.into_iter().rev());
@@ -123,10 +108,10 @@ impl ServedRepository {
         Ok(found)
     }
 
-    /// The path of a node in the repository.
-    pub(super) fn path_of(&self, node: &FoundNode) -> String {
+    /// A node as an entry of the repository: with its path there.
+    pub(super) fn entry(&self, node: &FoundNode) -> FoundNode {
         let path = node.path.strip_prefix(&self.root.path).unwrap_or(&node.path);
-        path.trim_start_matches('/').to_owned()
+        FoundNode { path: path.trim_start_matches('/').to_owned(), attr: node.attr }
     }
 }
 

@@ -16,9 +16,13 @@ use ckfs_service::{
     steps::{HeldStep, NoStep, Run, step_number},
 };
 use ckfs_volume::{Ino, Volume};
+use futures_util::{
+    FutureExt,
+    future::{BoxFuture, Shared},
+};
 use lru::LruCache;
 use parking_lot::Mutex;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::Semaphore;
 
 use super::{
     gate::Visitor,
@@ -81,7 +85,7 @@ pub(super) struct ServedRun {
 }
 
 /// The result of opening a step, once it is there.
-type Opening = watch::Receiver<Option<Result<OpenStep, NoStep>>>;
+type Opening = Shared<BoxFuture<'static, Result<OpenStep, NoStep>>>;
 
 impl ServedRun {
     pub(super) fn new(run: &Arc<Run>, reads: &Arc<ServedReads>, config: &Config, name: Option<&RepoName>) -> Self {
@@ -173,23 +177,23 @@ impl ServedRun {
         if let Some(open) = self.run.held(version)?.and_then(|held| self.recall(&held)) {
             return Ok(open);
         }
-        let mut opening = self.opening.lock().entry(version).or_insert_with(|| self.open(version)).clone();
-        let opened = opening.wait_for(Option::is_some).await.map(|opened| opened.clone());
-        opened.ok().flatten().unwrap_or_else(|| Err(NoStep::Failed("the step was not opened".to_owned())))
+        let opening = self.opening.lock().entry(version).or_insert_with(|| self.open(version)).clone();
+        opening.await
     }
 
     /// Begins to open a step.
     fn open(self: &Arc<Self>, version: u64) -> Opening {
-        let (opened, opening) = watch::channel(None);
         let run = Arc::clone(self);
-        tokio::spawn(async move {
+        // A task of its own: it goes on when all that ask have gone away.
+        let opened = tokio::spawn(async move {
             let open = move |run: &Self| Ok(run.remember(run.run.hold(version)?));
             let result = run.elsewhere(open).await.and_then(|result| result);
             // A request that arrives from here on opens the step anew, or finds it open.
             run.opening.lock().remove(&version);
-            opened.send_replace(Some(result));
+            result
         });
-        opening
+        let lost = |_| Err(NoStep::Failed("the step was not opened".to_owned()));
+        opened.map(move |opened| opened.unwrap_or_else(lost)).boxed().shared()
     }
 
     /// Does what looks at several steps, anew if it fails while steps come or go.

@@ -70,8 +70,8 @@ pub(super) async fn answer(
         let text = "the bucket is read-only: GET and HEAD";
         return Err(xml::error(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", text, path));
     }
-    let malformed = |_| xml::error(StatusCode::BAD_REQUEST, "InvalidURI", "expected a path without . and ..", path);
-    let mut names = path::names(path).map_err(malformed)?;
+    let malformed = || xml::error(StatusCode::BAD_REQUEST, "InvalidURI", "expected a path without . and ..", path);
+    let mut names = path::names(path).ok_or_else(malformed)?;
     if caller.host.as_deref() == Some(BUCKET_HOST) && names.first().is_none_or(|first| first != BUCKET) {
         names.insert(0, BUCKET.to_owned());
     }
