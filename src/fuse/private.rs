@@ -259,7 +259,7 @@ mod tests {
         );
         assert!(refusal_of_namespace(Errno::ENOSPC).contains("max_user_namespaces"));
         assert!(refusal_of_namespace(Errno::EINVAL).contains("CONFIG_USER_NS"));
-        let closed = MountError::Device { source: io::ErrorKind::PermissionDenied.into() };
+        let closed = MountError::Device(io::ErrorKind::PermissionDenied.into());
         assert!(refusal_of_mount(&closed).contains("0666"));
         let refused = MountError::Mount { path: "/x".into(), errno: Errno::EPERM };
         assert!(refusal_of_mount(&refused).contains("AppArmor"));

@@ -65,7 +65,7 @@ pub enum DaemonError {
     #[error("the daemon was not ready within {0:?}")]
     TimedOut(Duration),
     /// The log file cannot be opened.
-    #[error("log file {}: {1}", .0.display())]
+    #[error("log file {path}: {error}", path = .0.display(), error = .1)]
     LogFile(PathBuf, io::Error),
     /// The program cannot be run, the child reported a failure, or a system call failed.
     #[error("{0}")]
