@@ -6,10 +6,7 @@ use anyhow::{Context, anyhow, bail, ensure};
 use ckfs_config::{Devices, nearest};
 use ckfs_plan::{Pattern, PatternError};
 use ckfs_source::{Replied, Served};
-use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume};
-
-/// Most symbolic links that the way to one file may follow.
-const LINKS_MAX: usize = 40;
+use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind, Volume, follow};
 
 /// A file or directory, with its path relative to the root of the mount.
 #[derive(Clone, Debug)]
@@ -94,39 +91,18 @@ pub(super) fn wanted(patterns: &[Pattern], path: &str) -> bool {
 /// # Errors
 /// If nothing is there. The message names the nearest directory and its entries.
 pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<PathNode> {
-    let mut pending: Vec<String> = path.split('/').rev().map(str::to_owned).collect();
-    let mut at: Vec<(String, Ino)> = Vec::new();
-    let mut links = 0;
-    while let Some(component) = pending.pop() {
-        if component.is_empty() || component == "." {
-            continue;
-        }
-        if component == ".." {
-            at.pop();
-            continue;
-        }
-        let directory = at.last().map_or(Ino::ROOT, |(_, ino)| *ino);
-        let attr = match volume.lookup(directory, component.as_bytes()) {
-            Ok(attr) => attr,
-            Err(FsError::NotFound) => {
-                return Err(absent(volume, path, &at, directory, &component));
-            }
-            Err(error) => return Err(anyhow!(error).context(path.to_owned())),
-        };
-        if attr.kind == NodeKind::Symlink {
-            links += 1;
-            if links > LINKS_MAX {
-                return Err(anyhow!("{path}: too many symbolic links"));
-            }
-            let target = volume.read_link(attr.ino).with_context(|| path.to_owned())?;
-            pending.extend(String::from_utf8_lossy(&target).split('/').rev().map(str::to_owned));
-        } else {
-            at.push((component, attr.ino));
-        }
-    }
-    let attr = volume.attr(at.last().map_or(Ino::ROOT, |(_, ino)| *ino)).with_context(|| path.to_owned())?;
-    let names: Vec<String> = at.into_iter().map(|(name, _)| name).collect();
-    Ok(PathNode { path: names.join("/"), attr })
+    let lookup = |at: &[(String, Attr)], directory: &Attr, name: &str| {
+        let found = volume.lookup(directory.ino, name.as_bytes());
+        found.map_err(|error| match error {
+            FsError::NotFound => absent(volume, path, at, directory.ino, name),
+            error => error.into(),
+        })
+    };
+    let found = volume.attr(Ino::ROOT).map_err(anyhow::Error::from);
+    let found = found.and_then(|root| follow(volume, root, path, lookup));
+    // What is absent is told with its path.
+    let found = found.map_err(|error| if error.is::<FsError>() { error.context(path.to_owned()) } else { error });
+    found.map(|(path, attr)| PathNode { path, attr })
 }
 
 /// The file at a path of the mount, as [`find`].
@@ -145,7 +121,7 @@ pub(super) fn find_file(volume: &Volume, path: &str) -> anyhow::Result<PathNode>
 /// Most names of a directory that an error lists.
 const NAMES_SHOWN: usize = 12;
 
-fn absent(volume: &Volume, path: &str, at: &[(String, Ino)], directory: Ino, component: &str) -> anyhow::Error {
+fn absent(volume: &Volume, path: &str, at: &[(String, Attr)], directory: Ino, component: &str) -> anyhow::Error {
     let names: Vec<String> = entries(volume, directory).unwrap_or_default().into_iter().map(|(name, _)| name).collect();
     let parts: Vec<&str> = at.iter().map(|(name, _)| name.as_str()).collect();
     let place = if parts.is_empty() { "the root".to_owned() } else { parts.join("/") };

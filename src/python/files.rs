@@ -3,13 +3,10 @@
 use std::{ops::ControlFlow, sync::Arc, time::UNIX_EPOCH};
 
 use ckfs_service::Service;
-use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind};
+use ckfs_volume::{Attr, FileSystem, FsError, Ino, NodeKind, follow};
 use pyo3::{exceptions::PyOSError, prelude::*, types::PyBytes};
 
 use super::{failure::ExceptionKind, opened::OpenedCheckpoint, process};
-
-/// As the kernel's limit.
-const LINKS_MAX: usize = 40;
 
 /// A file or directory: its name, whether it is a directory, bytes, and its time in seconds since 1970.
 type FileRow = (String, bool, u64, f64);
@@ -23,30 +20,17 @@ fn row(name: &str, attr: &Attr) -> FileRow {
     (name.to_owned(), attr.kind == NodeKind::Directory, attr.size_bytes, modified)
 }
 
-/// The node at a path from a directory. Links are followed; above the root is the root.
-fn found(files: &dyn FileSystem, from: Ino, path: &[u8], links: usize) -> Result<Attr, FsError> {
-    let mut at = files.attr(from)?;
-    for name in path.split(|byte| *byte == b'/').filter(|name| !name.is_empty() && *name != b".") {
-        at = match name {
-            b".." => files.attr(files.reach(at.ino, ckfs_volume::NodeScope::Inside)?.parent(at.ino)?)?,
-            name => {
-                let child = files.lookup(at.ino, name)?;
-                match child.kind {
-                    NodeKind::Symlink if links == 0 => return Err(FsError::Invalid),
-                    NodeKind::Symlink => found(files, at.ino, &files.read_link(child.ino)?, links - 1)?,
-                    NodeKind::Directory | NodeKind::File => child,
-                }
-            }
-        };
-    }
-    Ok(at)
+/// The node at a path. Links are followed; above the root is the root.
+fn found(files: &dyn FileSystem, path: &str) -> Result<Attr, FsError> {
+    let lookup = |_: &[(String, Attr)], directory: &Attr, name: &str| files.lookup(directory.ino, name.as_bytes());
+    follow(files, files.attr(Ino::ROOT)?, path, lookup).map(|(_, attr)| attr)
 }
 
 /// What is at a path, whose name is the path.
 #[pyfunction]
 pub(super) fn entry(py: Python<'_>, opened: &OpenedCheckpoint, path: &str) -> PyResult<FileRow> {
     let files = opened.service(py)?.volume();
-    let attr = found(&**files, Ino::ROOT, path.as_bytes(), LINKS_MAX).map_err(|error| raised(error, path))?;
+    let attr = found(&**files, path).map_err(|error| raised(error, path))?;
     Ok(row(path, &attr))
 }
 
@@ -55,16 +39,13 @@ pub(super) fn entry(py: Python<'_>, opened: &OpenedCheckpoint, path: &str) -> Py
 pub(super) fn entries(py: Python<'_>, opened: &OpenedCheckpoint, path: &str) -> PyResult<Vec<FileRow>> {
     let files = opened.service(py)?.volume();
     let listed = || {
-        let directory = found(&**files, Ino::ROOT, path.as_bytes(), LINKS_MAX)?.ino;
+        let directory = found(&**files, path)?.ino;
         let mut names = Vec::new();
         files.read_dir(directory, 0, &mut |entry| {
-            names.push(entry.name.to_owned());
+            names.push(String::from_utf8_lossy(entry.name).into_owned());
             ControlFlow::Continue(())
         })?;
-        let attr = |name: Vec<u8>| {
-            let attr = found(&**files, directory, &name, LINKS_MAX)?;
-            Ok(row(&String::from_utf8_lossy(&name), &attr))
-        };
+        let attr = |name: String| Ok(row(&name, &found(&**files, &format!("{path}/{name}"))?));
         names.into_iter().map(attr).collect::<Result<Vec<FileRow>, FsError>>()
     };
     listed().map_err(|error| raised(error, path))
@@ -73,7 +54,7 @@ pub(super) fn entries(py: Python<'_>, opened: &OpenedCheckpoint, path: &str) -> 
 /// Reads `len` bytes of the file at a path, all of them within it.
 fn bytes_of(service: &Service, path: &str, offset: u64, len: usize) -> Result<Vec<u8>, FsError> {
     let files = service.volume();
-    let ino = found(&**files, Ino::ROOT, path.as_bytes(), LINKS_MAX)?.ino;
+    let ino = found(&**files, path)?.ino;
     let handle = files.open_uncached(ino)?.handle;
     let mut bytes = vec![0; len];
     let read = files.read_into(ino, handle, offset, &mut bytes);

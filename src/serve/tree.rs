@@ -8,12 +8,9 @@ use ckfs_service::{
     steps::{HeldStep, NoStep},
 };
 use ckfs_source::this_process;
-use ckfs_volume::{Attr, FsError, Ino, NodeKind, Upkeep, Volume};
+use ckfs_volume::{Attr, FsError, Ino, NodeKind, Upkeep, Volume, follow};
 
 use super::{gate::Visitor, reads::ServedReads};
-
-/// Most symbolic links on the way to a node.
-const LINKS_MAX: usize = 40;
 
 /// Why there is no node for a visitor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -148,41 +145,18 @@ impl ServedTree {
     /// # Errors
     /// [`NoNode`].
     pub(super) fn reach(&self, visitor: Visitor, from: &FoundNode, path: &[String]) -> Result<FoundNode, NoNode> {
-        let mut pending: Vec<String> = path.iter().rev().cloned().collect();
-        let mut at: Vec<(String, Attr)> = Vec::new();
-        let mut links = 0;
-        while let Some(name) = pending.pop() {
-            if name == "." || name.is_empty() {
-                continue;
-            }
-            if name == ".." {
-                // Of a link of the volume's own.
-                at.pop();
-                continue;
-            }
+        let lookup = |_: &[(String, Attr)], directory: &Attr, name: &str| {
             if name == OWN && visitor == Visitor::Stranger {
                 return Err(NoNode::Absent);
             }
-            let directory = at.last().map_or(from.attr, |(_, attr)| *attr);
-            if !visitor.may_pass(&directory) {
+            if !visitor.may_pass(directory) {
                 return Err(NoNode::Denied);
             }
-            let attr = self.fs.lookup(directory.ino, name.as_bytes())?;
-            if attr.kind != NodeKind::Symlink {
-                at.push((name, attr));
-                continue;
-            }
-            links += 1;
-            if links > LINKS_MAX {
-                return Err(NoNode::Absent);
-            }
-            let target = self.fs.read_link(attr.ino)?;
-            pending.extend(String::from_utf8_lossy(&target).split('/').rev().map(str::to_owned));
-        }
-        let attr = at.last().map_or(from.attr, |(_, attr)| *attr);
-        let names = (!from.path.is_empty()).then_some(from.path.as_str()).into_iter();
-        let names: Vec<&str> = names.chain(at.iter().map(|(name, _)| name.as_str())).collect();
-        Ok(FoundNode { path: names.join("/"), attr })
+            Ok(self.fs.lookup(directory.ino, name.as_bytes())?)
+        };
+        let (below, attr) = follow(&*self.fs, from.attr, &path.join("/"), lookup)?;
+        let names = [from.path.as_str(), &below].into_iter().filter(|path| !path.is_empty());
+        Ok(FoundNode { path: names.collect::<Vec<_>>().join("/"), attr })
     }
 
     /// Whether the step that the tree is of was deleted or written anew.

@@ -136,6 +136,9 @@ pub enum FsError {
     /// The call makes no sense for this node.
     #[error("invalid argument")]
     Invalid,
+    /// A path follows more symbolic links than the kernel does.
+    #[error("too many symbolic links")]
+    Loop,
     /// A file name exceeds the file system's limit.
     #[error("file name too long")]
     NameTooLong,
@@ -155,6 +158,7 @@ impl FsError {
             Self::NoAttribute => libc::ENODATA,
             Self::Unsupported => libc::EOPNOTSUPP,
             Self::Invalid => libc::EINVAL,
+            Self::Loop => libc::ELOOP,
             Self::NameTooLong => libc::ENAMETOOLONG,
             Self::Io => libc::EIO,
         }
@@ -372,4 +376,46 @@ pub trait FileSystem: Send + Sync + 'static {
 
     /// Closes a file. Never waits.
     fn release(&self, ino: Ino, handle: Handle);
+}
+
+/// Most symbolic links on the way to a node, as the kernel's limit.
+const LINKS_MAX: usize = 40;
+
+/// Follows a path from a directory, and links; above the directory is itself. `lookup` finds a name in the directory that has these
+/// nodes above it, from the first one on. Returns the path without links, and the node.
+///
+/// # Errors
+/// Those of `lookup`; [`FsError::Loop`].
+pub fn follow<E: From<FsError>>(
+    fs: &(impl FileSystem + ?Sized),
+    from: Attr,
+    path: &str,
+    lookup: impl Fn(&[(String, Attr)], &Attr, &str) -> Result<Attr, E>,
+) -> Result<(String, Attr), E> {
+    let mut pending: Vec<String> = path.split('/').rev().map(str::to_owned).collect();
+    let mut at: Vec<(String, Attr)> = Vec::new();
+    let mut links = 0;
+    while let Some(name) = pending.pop() {
+        if name.is_empty() || name == "." {
+            continue;
+        }
+        if name == ".." {
+            at.pop();
+            continue;
+        }
+        let attr = lookup(&at, at.last().map_or(&from, |(_, attr)| attr), &name)?;
+        if attr.kind != NodeKind::Symlink {
+            at.push((name, attr));
+            continue;
+        }
+        links += 1;
+        if links > LINKS_MAX {
+            return Err(FsError::Loop.into());
+        }
+        let target = fs.read_link(attr.ino)?;
+        pending.extend(String::from_utf8_lossy(&target).split('/').rev().map(str::to_owned));
+    }
+    let attr = at.last().map_or(from, |(_, attr)| *attr);
+    let names: Vec<String> = at.into_iter().map(|(name, _)| name).collect();
+    Ok((names.join("/"), attr))
 }

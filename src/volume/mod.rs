@@ -24,7 +24,7 @@ pub use ckfs_source::permission::{Mounter, Overrides, Permission};
 pub use ckfs_source::{ReadFailure, Replied, Served};
 pub use file_system::{
     Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, NodeScope, Nodes, NodesRef,
-    OpenedFile, StatFs,
+    OpenedFile, StatFs, follow,
 };
 pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use live_reads::LiveReads;
