@@ -93,9 +93,8 @@ pub(super) fn wanted(patterns: &[Pattern], path: &str) -> bool {
 pub(super) fn find(volume: &Volume, path: &str) -> anyhow::Result<PathNode> {
     let lookup = |at: &[(String, Attr)], directory: &Attr, name: &str| {
         let found = volume.lookup(directory.ino, name.as_bytes());
-        found.map_err(|error| match error {
-            FsError::NotFound => absent(volume, path, at, directory.ino, name),
-            error => error.into(),
+        found.map_err(|error| {
+            if error == FsError::NotFound { absent(volume, path, at, directory.ino, name) } else { error.into() }
         })
     };
     let found = volume.attr(Ino::ROOT).map_err(anyhow::Error::from);
