@@ -1,5 +1,5 @@
 //! The tree of a view's tensor names, shared by all directories that show it: `full/` and every `dev{d}/` have the same
-//! names, so one tree serves any number of devices.
+//! names, so one tree serves any number of devices. The directories of Orbax's arrays are such a tree, too.
 //!
 //! Nodes are numbered so that a directory's children are consecutive and sorted by name; node 0 is the root. A node takes
 //! 24 bytes besides its name.
