@@ -6,6 +6,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     fmt::Display,
+    ops::Range,
 };
 
 use ckfs_format::torch::{
@@ -293,6 +294,9 @@ pub(super) fn read<'a>(
 
 type Tensors = BTreeMap<String, Assembled>;
 
+/// Partitions that follow each other: of groups in the files of ranks.
+type Partitions<'a> = Vec<(&'a OptimizerFile, Range<usize>)>;
+
 pub(super) struct Zero<'a> {
     pub(super) job: &'a RankJob<'a>,
     /// By rank; that of all ranks is that of rank 0.
@@ -444,10 +448,28 @@ impl Zero<'_> {
         self.first().flat.keys().filter(is_everywhere)
     }
 
-    /// That a vector of the optimizer is not as long as that of the master weights.
-    fn of_other_length(&self, file: FileId, key: &str, expected: u64, found: u64) -> Problem {
-        self.job
-            .fault(file, format_args!("{key}: expected {expected} elements, as of the master weights, found {found}"))
+    /// The vectors of each key, those of the master weights first: a vector of the partitions in each of these lists. Others are
+    /// as long, or longer if they may be `cut` where the parameters end.
+    fn vectors(&self, lists: &[Partitions<'_>], cut: bool) -> Result<Vec<(&str, Vec<Flat>)>, Problem> {
+        let mut vectors: Vec<(&str, Vec<Flat>)> = Vec::new();
+        for key in self.keys() {
+            let mut flats = Vec::with_capacity(lists.len());
+            for (number, list) in lists.iter().enumerate() {
+                let files =
+                    list.iter().flat_map(|(of, groups)| groups.clone().map(|group| (of.file, &of.flat[key][group])));
+                let flat = self.flat(files)?;
+                let master = vectors.first().map_or(&flat, |(_, flats)| &flats[number]);
+                if flat.starts != master.starts || flat.len < master.len || flat.len > master.len && !cut {
+                    let (expected, found) = (master.len, flat.len);
+                    let what =
+                        format_args!("{key}: expected {expected} elements, as of the master weights, found {found}");
+                    return Err(self.job.fault(list[0].0.file, what));
+                }
+                flats.push(flat);
+            }
+            vectors.push((key, flats));
+        }
+        Ok(vectors)
     }
 
     /// What is wrong with the model states of the first rank.
@@ -491,6 +513,38 @@ impl Zero<'_> {
         count.ok_or_else(|| self.of_first(format_args!("parameter {name:?}: a shape of {shape:?}")))
     }
 
+    /// Takes parameters, each with its group and the elements that follow it, which lie one after the other in the vectors of each
+    /// key: each vector has an equal part of each. Returns where they end. Messages call the vectors `has`.
+    fn place<'b>(
+        &self,
+        parameters: impl Iterator<Item = (usize, &'b Shaped, u64)>,
+        vectors: &[(&str, Vec<Flat>)],
+        has: &str,
+        tensors: &mut Tensors,
+    ) -> Result<u64, Problem> {
+        let (ranks, len) = (vectors[0].1.len() as u64, vectors[0].1[0].len);
+        let mut at = 0u64;
+        for (group, shaped, padding) in parameters {
+            let count = self.elements(shaped)?;
+            let each = count.div_ceil(ranks);
+            let end = at.saturating_add(each);
+            if end > len {
+                let message = format!("{has}, and parameter {:?} needs those from {at} to {end}", shaped.0);
+                return Err(self.job.fault(self.first().file, message));
+            }
+            for (key, flats) in vectors {
+                let left = |rank: u64| count.saturating_sub(each * rank).min(each);
+                let parts: Vec<Segment> =
+                    (0..).zip(flats).flat_map(|(rank, flat)| flat.parts(at, left(rank))).collect();
+                self.add(&kept_name(shaped, key), flats[0].dtype, &parts, tensors)?;
+            }
+            self.add_scalars(group, shaped, tensors);
+            // Paddings of any size are in the file: an end beyond all numbers is beyond the partitions, too.
+            at = end.saturating_add(padding);
+        }
+        Ok(at)
+    }
+
     fn parameters_of_2(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
         let OptimizerFile { file: first, states, .. } = self.first();
         let groups = &model.states.groups;
@@ -502,17 +556,9 @@ impl Zero<'_> {
         // Partitions end at multiples of this, and the last of a group may be cut where the parameters end.
         let align = 2 * self.optimizers.len() as u64;
         for (number, group) in groups.iter().enumerate() {
-            let mut flats = Vec::new();
-            for key in self.keys() {
-                let of_ranks = self.optimizers.values().map(|of| (of.file, &of.flat[key][number]));
-                flats.push((key.as_str(), self.flat(of_ranks)?));
-            }
-            let flat = &flats[0].1;
-            // Only what is beyond the last parameter may be left out of some of them.
-            for (key, other) in &flats {
-                let is_equal = other.starts == flat.starts && other.len >= flat.len;
-                is_equal.then_some(()).ok_or_else(|| self.of_other_length(*first, key, flat.len, other.len))?;
-            }
+            let of_ranks = self.optimizers.values().map(|of| (of, number..number + 1)).collect();
+            let vectors = self.vectors(&[of_ranks], true)?;
+            let len = vectors[0].1[0].len;
             let paddings = states.paddings.as_ref().and_then(|paddings| paddings.get(number));
             if let Some(paddings) = paddings.filter(|paddings| paddings.len() != group.len()) {
                 let message = format!(
@@ -522,28 +568,12 @@ impl Zero<'_> {
                 );
                 return Err(self.job.fault(*first, message));
             }
-            let mut at = 0u64;
-            for (place, shaped) in group.iter().enumerate() {
-                let count = self.elements(shaped)?;
-                if at.saturating_add(count) > flat.len {
-                    let (name, has) = (&shaped.0, flat.len);
-                    let message = format!(
-                        "group {number} has {has} elements on all ranks, and parameter {name:?} needs those from {at} to {}",
-                        at.saturating_add(count)
-                    );
-                    return Err(self.job.fault(*first, message));
-                }
-                for (key, flat) in &flats {
-                    self.add(&kept_name(shaped, key), flat.dtype, &flat.parts(at, count), tensors)?;
-                }
-                self.add_scalars(number, shaped, tensors);
-                // Paddings of any size are in the file: an end beyond all numbers is beyond the partitions, too.
-                at = at.saturating_add(count).saturating_add(paddings.map_or(0, |paddings| paddings[place]));
-            }
-            if at.div_ceil(align) != flat.len.div_ceil(align) {
+            let padded = |(place, shaped)| (number, shaped, paddings.map_or(0, |paddings| paddings[place]));
+            let has = format!("group {number} has {len} elements on all ranks");
+            let at = self.place(group.iter().enumerate().map(padded), &vectors, &has, tensors)?;
+            if at.div_ceil(align) != len.div_ceil(align) {
                 let message = format!(
-                    "group {number}: its parameters have {at} elements, its partitions {}: they are not of the same parameters",
-                    flat.len
+                    "group {number}: its parameters have {at} elements, its partitions {len}: they are not of the same parameters"
                 );
                 return Err(self.job.fault(*first, message));
             }
@@ -552,58 +582,25 @@ impl Zero<'_> {
     }
 
     fn parameters_of_3(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
-        let ranks = self.optimizers.len() as u64;
-        let mut flats = Vec::new();
-        for OptimizerFile { file, flat, .. } in self.optimizers.values() {
-            let flat = self.flat(flat[""].iter().map(|saved| (*file, saved)))?;
-            if flats.last().is_some_and(|last: &Flat| (last.len, last.dtype) != (flat.len, flat.dtype)) {
-                let found = flat.dtype;
-                let message =
-                    format!("partitions of {} elements of {found}, others than those of the ranks before", flat.len);
-                return Err(self.job.fault(*file, message));
+        let lists: Vec<_> = self.optimizers.values().map(|of| vec![(of, 0..of.states.flat.len())]).collect();
+        let vectors = self.vectors(&lists, false)?;
+        let masters = &vectors[0].1;
+        for (two, of) in masters.windows(2).zip(self.optimizers.values().skip(1)) {
+            let Flat { len, dtype, .. } = two[1];
+            if (two[0].len, two[0].dtype) != (len, dtype) {
+                let message = format!("partitions of {len} elements of {dtype}, others than those of the ranks before");
+                return Err(self.job.fault(of.file, message));
             }
-            flats.push(flat);
         }
-        let first = &self.first().file;
-        let len = flats[0].len;
-        let mut of_keys = Vec::new();
-        for key in self.keys() {
-            let mut ranks = Vec::new();
-            for (master, OptimizerFile { file, flat, .. }) in flats.iter().zip(self.optimizers.values()) {
-                let of = self.flat(flat[key].iter().map(|saved| (*file, saved)))?;
-                let is_equal = of.starts == master.starts && of.len == master.len;
-                is_equal.then_some(()).ok_or_else(|| self.of_other_length(*file, key, master.len, of.len))?;
-                ranks.push(of);
-            }
-            of_keys.push((key, ranks));
-        }
-        let mut at = 0u64;
+        let len = masters[0].len;
         let groups = model.states.groups.iter().enumerate();
-        for (group, shaped) in groups.flat_map(|(number, group)| group.iter().map(move |shaped| (number, shaped))) {
-            let count = self.elements(shaped)?;
-            let each = count.div_ceil(ranks);
-            if at.saturating_add(each) > len {
-                let message = format!(
-                    "partitions of {len} elements, and parameter {:?} needs those from {at} to {}",
-                    shaped.0,
-                    at + each
-                );
-                return Err(self.job.fault(*first, message));
-            }
-            for (key, flats) in &of_keys {
-                let left = |rank: u64| count.saturating_sub(each * rank).min(each);
-                let parts: Vec<Segment> =
-                    (0..).zip(flats).flat_map(|(rank, flat)| flat.parts(at, left(rank))).collect();
-                self.add(&kept_name(shaped, key), flats[0].dtype, &parts, tensors)?;
-            }
-            self.add_scalars(group, shaped, tensors);
-            at += each;
-        }
+        let parameters = groups.flat_map(|(number, group)| group.iter().map(move |shaped| (number, shaped, 0)));
+        let at = self.place(parameters, &vectors, &format!("partitions of {len} elements"), tensors)?;
         if at != len {
             let message = format!(
                 "the parameters have {at} elements on each rank, the partitions {len}: they are not of the same parameters"
             );
-            return Err(self.job.fault(*first, message));
+            return Err(self.job.fault(self.first().file, message));
         }
         Ok(())
     }
