@@ -31,6 +31,7 @@ pub mod scheme;
 mod table;
 mod text;
 mod versions;
+mod words;
 
 pub use amount::human_bytes;
 pub use choose::natural;

@@ -15,7 +15,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
-    fmt,
     sync::Arc,
 };
 
@@ -31,6 +30,7 @@ use super::super::{
     orbax::DecodedFile,
     table::TensorTable,
     weight_name::variant_of_index,
+    words::words,
 };
 
 /// What the tree of a trainer's checkpoint has that the names of the tensors do not tell.
@@ -105,34 +105,23 @@ pub struct SavedArguments {
     pub values: serde_json::Map<String, serde_json::Value>,
 }
 
-/// The container of a checkpoint's tensors.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Container {
-    /// Safetensors files, each tensor whole.
-    #[default]
-    Safetensors,
-    /// Archives of `torch.save`.
-    Torch,
-    /// Files of llama.cpp.
-    Gguf,
-    /// A directory of `torch.distributed.checkpoint`.
-    Dcp,
-    /// Files of ranks: each rank has saved its own parts of the tensors.
-    Ranks,
-    /// A checkpoint of Orbax: zarr arrays in an OCDBT database or in directories.
-    Orbax,
-}
-
-impl fmt::Display for Container {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Safetensors => "safetensors",
-            Self::Torch => "torch.save",
-            Self::Gguf => "GGUF",
-            Self::Dcp => "torch.distributed.checkpoint",
-            Self::Ranks => "files of ranks",
-            Self::Orbax => "Orbax",
-        })
+words! {
+    /// The container of a checkpoint's tensors.
+    #[derive(Default)]
+    pub enum Container {
+        /// Safetensors files, each tensor whole.
+        #[default]
+        Safetensors = "safetensors",
+        /// Archives of `torch.save`.
+        Torch = "torch.save",
+        /// Files of llama.cpp.
+        Gguf = "GGUF",
+        /// A directory of `torch.distributed.checkpoint`.
+        Dcp = "torch.distributed.checkpoint",
+        /// Files of ranks: each rank has saved its own parts of the tensors.
+        Ranks = "files of ranks",
+        /// A checkpoint of Orbax: zarr arrays in an OCDBT database or in directories.
+        Orbax = "Orbax",
     }
 }
 

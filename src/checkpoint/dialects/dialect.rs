@@ -16,6 +16,7 @@ use super::super::{
     scheme::Quantization,
     table::{TensorInfo, TensorTable},
     tied::{Tie, other_head},
+    words::words,
 };
 
 /// How the weights of experts are stored.
@@ -33,18 +34,20 @@ pub enum Experts {
     Fused,
 }
 
-/// How the projections to query, key and value are stored. Of several, the greatest is what the model is known by.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Qkv {
-    /// No tensor of a known name.
-    #[default]
-    Unknown,
-    /// One tensor for all three.
-    Fused,
-    /// One tensor each.
-    Separate,
-    /// Latent attention: low-rank factors (DeepSeek).
-    Latent,
+words! {
+    /// How the projections to query, key and value are stored. Of several, the greatest is what the model is known by.
+    #[derive(Default, PartialOrd, Ord)]
+    pub enum Qkv {
+        /// No tensor of a known name.
+        #[default]
+        Unknown = "not recognized",
+        /// One tensor for all three.
+        Fused = "fused",
+        /// One tensor each.
+        Separate = "separate",
+        /// Latent attention: low-rank factors (DeepSeek).
+        Latent = "latent",
+    }
 }
 
 /// Tensors whose names differ only in a layer number: `{prefix}{word}.N.…`.
@@ -281,17 +284,6 @@ impl fmt::Display for Experts {
             Self::Single { count } => write!(f, "{count}, one tensor each"),
             Self::Fused => f.write_str("fused"),
         }
-    }
-}
-
-impl fmt::Display for Qkv {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Unknown => "not recognized",
-            Self::Separate => "separate",
-            Self::Fused => "fused",
-            Self::Latent => "latent",
-        })
     }
 }
 

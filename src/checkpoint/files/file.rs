@@ -1,8 +1,8 @@
 //! The roles of a repository's files in a checkpoint.
 
-use std::fmt;
-
 use ckfs_source::FileId;
+
+use super::super::words::words;
 
 /// The role of a repository's file in the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,54 +23,35 @@ impl FileRole {
     }
 }
 
-/// The reason why a file of a repository is left out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum IgnoreReason {
-    /// Safetensors that the index does not name. Suspicious unless it is a known second copy.
-    NotInIndex,
-    /// Weights in the original publisher's naming, beside the set that is used.
-    SecondCopy,
-    /// Safetensors beside the chosen set, without an index that says which files belong together.
-    OtherSet,
-    /// Another variant of the weights, as `model.fp16.safetensors` beside `model.safetensors`.
-    OtherVariant,
-    /// A symbolic link that leads nowhere.
-    DanglingLink,
-    /// A symbolic link out of the repository.
-    LeavesRepository,
-    /// A symbolic link to a directory.
-    LinkedDirectory,
-    /// Not a regular file.
-    Special,
-    /// Output of ckfs, from this repository or another: a mount, or an export of one.
-    Mount,
-    /// Bookkeeping of git or of the hub's client; not listed further.
-    Bookkeeping,
-    /// Its name is not UTF-8. The path has replacement characters.
-    NotUtf8,
-    /// A pointer of git LFS in place of the file.
-    LfsPointer,
-    /// State of a training beside files of ranks: optimizer, scheduler, random numbers.
-    TrainingState,
-}
-
-impl fmt::Display for IgnoreReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NotInIndex => "not named by the index",
-            Self::SecondCopy => "second copy of the weights",
-            Self::OtherSet => "not of the set of weights that is used",
-            Self::OtherVariant => "another variant of the weights, which --variant chooses",
-            Self::DanglingLink => "symbolic link to nothing",
-            Self::LeavesRepository => "symbolic link that leaves the repository",
-            Self::LinkedDirectory => "symbolic link to a directory",
-            Self::Special => "not a regular file",
-            Self::Mount => "directory that ckfs made",
-            Self::Bookkeeping => "bookkeeping, not contents",
-            Self::NotUtf8 => "name that is not UTF-8",
-            Self::LfsPointer => "pointer of git LFS",
-            Self::TrainingState => "state of the training, not of the model",
-        })
+words! {
+    /// The reason why a file of a repository is left out.
+    pub enum IgnoreReason {
+        /// Safetensors that the index does not name. Suspicious unless it is a known second copy.
+        NotInIndex = "not named by the index",
+        /// Weights in the original publisher's naming, beside the set that is used.
+        SecondCopy = "second copy of the weights",
+        /// Safetensors beside the chosen set, without an index that says which files belong together.
+        OtherSet = "not of the set of weights that is used",
+        /// Another variant of the weights, as `model.fp16.safetensors` beside `model.safetensors`.
+        OtherVariant = "another variant of the weights, which --variant chooses",
+        /// A symbolic link that leads nowhere.
+        DanglingLink = "symbolic link to nothing",
+        /// A symbolic link out of the repository.
+        LeavesRepository = "symbolic link that leaves the repository",
+        /// A symbolic link to a directory.
+        LinkedDirectory = "symbolic link to a directory",
+        /// Not a regular file.
+        Special = "not a regular file",
+        /// Output of ckfs, from this repository or another: a mount, or an export of one.
+        Mount = "directory that ckfs made",
+        /// Bookkeeping of git or of the hub's client; not listed further.
+        Bookkeeping = "bookkeeping, not contents",
+        /// Its name is not UTF-8. The path has replacement characters.
+        NotUtf8 = "name that is not UTF-8",
+        /// A pointer of git LFS in place of the file.
+        LfsPointer = "pointer of git LFS",
+        /// State of a training beside files of ranks: optimizer, scheduler, random numbers.
+        TrainingState = "state of the training, not of the model",
     }
 }
 

@@ -1,45 +1,29 @@
 //! The steps of a run, as they were found.
 
-use std::fmt;
-
 use super::tracker::Trackers;
+use crate::words::words;
 
-/// What a step's directory holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StepKind {
-    /// A checkpoint of Orbax.
-    Orbax,
-    /// A directory of `torch.distributed.checkpoint`.
-    TorchDcp,
-    /// A checkpoint of transformers' Trainer.
-    Transformers,
-    /// A checkpoint of Megatron: distributed, or one file a rank.
-    Megatron,
-    /// One file of shards a rank, as verl and `SkyRL` write them.
-    RankFiles,
-    /// One file a rank, as `DeepSpeed` writes them.
-    DeepSpeed,
-    /// Weights as in a repository of Hugging Face.
-    Repository,
-    /// A version of weights that a trainer publishes, whole or as differences.
-    Version,
-    /// Nothing that is known, so far.
-    Unknown,
-}
-
-impl fmt::Display for StepKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Orbax => "Orbax",
-            Self::TorchDcp => "torch.distributed.checkpoint",
-            Self::Transformers => "transformers",
-            Self::Megatron => "Megatron",
-            Self::RankFiles => "files of ranks",
-            Self::DeepSpeed => "DeepSpeed",
-            Self::Repository => "repository",
-            Self::Version => "weights",
-            Self::Unknown => "unknown",
-        })
+words! {
+    /// What a step's directory holds.
+    pub enum StepKind {
+        /// A checkpoint of Orbax.
+        Orbax = "Orbax",
+        /// A directory of `torch.distributed.checkpoint`.
+        TorchDcp = "torch.distributed.checkpoint",
+        /// A checkpoint of transformers' Trainer.
+        Transformers = "transformers",
+        /// A checkpoint of Megatron: distributed, or one file a rank.
+        Megatron = "Megatron",
+        /// One file of shards a rank, as verl and `SkyRL` write them.
+        RankFiles = "files of ranks",
+        /// One file a rank, as `DeepSpeed` writes them.
+        DeepSpeed = "DeepSpeed",
+        /// Weights as in a repository of Hugging Face.
+        Repository = "repository",
+        /// A version of weights that a trainer publishes, whole or as differences.
+        Version = "weights",
+        /// Nothing that is known, so far.
+        Unknown = "unknown",
     }
 }
 
