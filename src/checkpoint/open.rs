@@ -329,10 +329,9 @@ fn open_orbax(
         size_bytes: 0,
         state: Opening::Nothing,
     };
-    let warnings = found.warnings.clone();
     let files = (numbered.into_iter().map(listed).collect(), weights);
     let chosen = ChosenFiles::new(located, files, Chosen::Orbax(Box::new(found)), more);
-    let chosen = ChosenFiles { directories, warnings, ..chosen };
+    let chosen = ChosenFiles { directories, ..chosen };
     chosen.build(opened, options, Problems::default())
 }
 

@@ -142,7 +142,7 @@ impl LeftOut {
 }
 
 /// What a dialect has read.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Contents {
     /// The container, as the files turned out to be.
     pub(crate) container: Container,

@@ -11,15 +11,15 @@ use std::{
 };
 
 use ckfs_format::zarr::read::{Array, ChunkError, ShardCodec, ZARR_JSON, ZARRAY};
-use ckfs_source::ByteSpan;
+use ckfs_source::{ByteSpan, FileId};
 use ckfs_tensor::{PerAxis, mosaic::row_major, to_usize, unravel};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use super::{
     coded::{CodedArray, CodedBytes, CodedChunk, DecodedFile},
-    store::{Bytes, FileNumber, Files, StoreValue},
+    store::{Files, StoreValue},
 };
-use crate::{problem::Problem, tree::FileTree};
+use crate::{mosaic::StoredBox, problem::Problem, tree::FileTree};
 
 /// Keys that are no chunks: descriptions and attributes.
 const DESCRIPTIONS: [&str; 4] = [ZARR_JSON, ZARRAY, ".zattrs", ".zmetadata"];
@@ -27,44 +27,30 @@ const DESCRIPTIONS: [&str; 4] = [ZARR_JSON, ZARRAY, ".zattrs", ".zmetadata"];
 /// What tensorstore leaves behind when a writer is stopped.
 const LOCK: &str = ".__lock";
 
-/// The file of a box.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum BoxFile {
-    /// A pinned file.
-    Own(FileNumber),
-    /// A decoded file.
-    Decoded(u32),
-}
-
 /// A box of an array, and where its elements are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ArrayBox {
-    pub(super) file: BoxFile,
-    /// First byte of the first element.
-    pub(super) start: u64,
-    /// First index along each axis.
-    pub(super) origin: PerAxis,
-    /// Elements along each axis.
-    pub(super) extents: PerAxis,
-    /// Elements in the file from one index to the next, for each axis.
-    pub(super) strides: PerAxis,
+    /// Whether its file is one of the decoded ones, which have numbers of their own.
+    is_decoded: bool,
+    place: StoredBox,
 }
 
-/// How the chunks of an array become boxes.
-enum Form {
-    /// A box in the stored file, with these strides.
-    Affine(PerAxis),
-    /// A decoded box.
-    Whole,
-    /// A box for each inner chunk of a shard.
-    Inner {
-        /// Shape of an inner chunk in the array's axes.
-        extents: PerAxis,
-        /// Elements from one index to the next, in the array's axes.
-        strides: PerAxis,
-        /// Whether the stored bytes are the elements.
-        is_plain: bool,
-    },
+impl ArrayBox {
+    /// The box in a source that has the decoded files after so many `others`.
+    pub(super) fn stored(&self, others: usize) -> StoredBox {
+        let first = if self.is_decoded { others } else { 0 };
+        StoredBox { file: FileId::at(first + self.place.file.index()), ..self.place.clone() }
+    }
+}
+
+/// How the chunks of an array, or the inner chunks of its shards, become boxes. Numbers are for each of the array's axes.
+struct Form {
+    is_inner: bool,
+    extents: PerAxis,
+    /// Elements from one index to the next in the stored file; `None` if stored bytes are not the elements.
+    plain: Option<PerAxis>,
+    /// The same in a decoded file.
+    decoded: PerAxis,
 }
 
 /// Numbers given for each axis as the array is stored, for each of its own axes.
@@ -79,17 +65,20 @@ fn in_own_axes(array: &Array, stored: &[u64]) -> PerAxis {
 
 impl Form {
     fn of(array: &Array) -> Self {
-        let Some(sharding) = array.sharding() else {
-            return array.codecs.plain(array.dtype, &array.chunk).map_or(Self::Whole, Self::Affine);
+        // A decoded chunk is in the order of the array's own axes, an inner one in that of the shard's.
+        let whole = |plain| {
+            let (extents, decoded) = (array.chunk.clone(), row_major(&array.chunk));
+            Self { is_inner: false, extents, plain, decoded }
         };
+        let Some(sharding) = array.sharding() else { return whole(array.codecs.plain(array.dtype, &array.chunk)) };
         let plain = sharding.codecs.plain(array.dtype, &sharding.chunk);
         if plain.is_none() && sharding.grid.iter().all(|count| *count == 1) {
             // The index of each shard need not be read before the chunk is.
-            return Self::Whole;
+            return whole(None);
         }
-        let is_plain = plain.is_some();
-        let strides = plain.unwrap_or_else(|| row_major(&sharding.chunk));
-        Self::Inner { extents: in_own_axes(array, &sharding.chunk), strides: in_own_axes(array, &strides), is_plain }
+        let own = |stored: PerAxis| in_own_axes(array, &stored);
+        let (extents, decoded) = (own(sharding.chunk.clone()), own(row_major(&sharding.chunk)));
+        Self { is_inner: true, extents, plain: plain.map(own), decoded }
     }
 }
 
@@ -97,8 +86,7 @@ impl Form {
 struct Chunk<'a> {
     numbers: PerAxis,
     value: &'a StoreValue,
-    /// Its bytes in the file; `None` if they are in a node.
-    span: Option<ByteSpan>,
+    bytes: CodedBytes,
     /// The spans of inner chunks, relative to the shard.
     inner: Vec<Option<Range<u64>>>,
 }
@@ -142,15 +130,14 @@ impl ToLayOut<'_> {
         if !problems.is_empty() {
             return Err(problems);
         }
-        let is_inner = matches!(form, Form::Inner { .. });
         let name = self.name.to_owned();
         let mut boxes = Boxes {
-            coded: Arc::new(CodedArray { name, array: self.array, is_inner }),
+            coded: Arc::new(CodedArray { name, array: self.array, is_inner: form.is_inner }),
             by_file: BTreeMap::new(),
             list: Vec::with_capacity(chunks.len()),
         };
         for chunk in &chunks {
-            boxes.add(&form, chunk, files.number(&chunk.value.path));
+            boxes.add(&form, chunk, files.id(&chunk.value.path));
         }
         let boxes = boxes.finish(decoded).map_err(|problem| vec![problem])?;
         Ok((boxes, has_holes))
@@ -167,36 +154,31 @@ impl ToLayOut<'_> {
                 self.problem(format_args!(": {:?} is stored, which is no chunk of its grid {grid:?}", value.key))
             );
         };
-        let (span, stored_bytes) = self.place(value)?;
-        if let Form::Affine(_) = form {
-            self.check_length(value, &value.key, self.array.chunk_bytes(), stored_bytes)?;
+        let bytes = self.place(value)?;
+        let sharding = self.array.sharding().filter(|_| form.is_inner);
+        if form.plain.is_some() && sharding.is_none() {
+            self.check_length(value, &value.key, self.array.chunk_bytes(), bytes.len())?;
         }
-        let inner = match (form, self.array.sharding()) {
-            (Form::Inner { is_plain, .. }, Some(sharding)) => {
-                self.inner_spans(value, sharding, *is_plain, span, stored_bytes)?
-            }
-            (Form::Affine(_) | Form::Whole | Form::Inner { .. }, _) => Vec::new(),
-        };
-        Ok(Some(Chunk { numbers, value, span, inner }))
+        let inner = sharding.map(|sharding| self.inner_spans(value, sharding, form.plain.is_some(), &bytes));
+        Ok(Some(Chunk { numbers, value, bytes, inner: inner.transpose()?.unwrap_or_default() }))
     }
 
-    /// The span of a value in its file, if it is in one, and its length.
-    fn place(&self, value: &StoreValue) -> Result<(Option<ByteSpan>, u64), Problem> {
-        if let Bytes::Inline(bytes) = &value.bytes {
-            return Ok((None, bytes.len() as u64));
-        }
+    /// Where the bytes of a value are.
+    fn place(&self, value: &StoreValue) -> Result<CodedBytes, Problem> {
+        let span = match &value.bytes {
+            Some(inline @ CodedBytes::Inline(_)) => return Ok(inline.clone()),
+            Some(CodedBytes::Span(span)) => Some(*span),
+            None => None,
+        };
         let len_bytes = self.tree.len_bytes(&value.path)?.unwrap_or(0);
         let whole = ByteSpan::of_len(0, len_bytes).expect("a file's end fits 64 bits");
-        let span = match &value.bytes {
-            Bytes::Span(span) => *span,
-            Bytes::File | Bytes::Inline(_) => whole,
-        };
+        let span = span.unwrap_or(whole);
         if !whole.contains(span) {
             let (start, end) = (span.start(), span.end());
             let what = format!("bytes {start}..{end} are outside the file of {len_bytes} bytes");
             return Err(self.in_chunk(value, &value.key, what));
         }
-        Ok((Some(span), span.len()))
+        Ok(CodedBytes::Span(span))
     }
 
     fn check_length(&self, value: &StoreValue, chunk: &str, expected: u64, found: u64) -> Result<(), Problem> {
@@ -220,17 +202,16 @@ impl ToLayOut<'_> {
         value: &StoreValue,
         sharding: &ShardCodec,
         is_plain: bool,
-        span: Option<ByteSpan>,
-        stored_bytes: u64,
+        bytes: &CodedBytes,
     ) -> Result<Vec<Option<Range<u64>>>, Problem> {
+        let stored_bytes = bytes.len();
         let damaged = |error: ChunkError| self.in_chunk(value, &value.key, error);
         let at = sharding.index_span(stored_bytes).map_err(damaged)?;
-        let index = match (&value.bytes, span) {
-            (Bytes::Inline(bytes), _) => bytes[to_usize(at.start)..to_usize(at.end)].to_vec(),
-            (Bytes::File | Bytes::Span(_), span) => {
-                let start = span.map_or(0, ByteSpan::start);
+        let index = match bytes {
+            CodedBytes::Inline(bytes) => bytes[to_usize(at.start)..to_usize(at.end)].to_vec(),
+            CodedBytes::Span(span) => {
                 let mut index = vec![0; to_usize(at.end - at.start)];
-                self.tree.read(&value.path, start + at.start, &mut index)?;
+                self.tree.read(&value.path, span.start() + at.start, &mut index)?;
                 index
             }
         };
@@ -277,84 +258,43 @@ impl ToLayOut<'_> {
 struct Boxes {
     coded: Arc<CodedArray>,
     /// The coded chunks of each file, each with the number of its box.
-    by_file: BTreeMap<FileNumber, Vec<(CodedChunk, usize)>>,
+    by_file: BTreeMap<FileId, Vec<(CodedChunk, usize)>>,
     list: Vec<ArrayBox>,
 }
 
 impl Boxes {
-    fn add(&mut self, form: &Form, chunk: &Chunk<'_>, file: FileNumber) {
+    fn add(&mut self, form: &Form, chunk: &Chunk<'_>, file: FileId) {
         let coded = Arc::clone(&self.coded);
         let array = &coded.array;
-        let shape = array.shape.extents();
         let origin: PerAxis = chunk.numbers.iter().zip(&array.chunk).map(|(number, extent)| number * extent).collect();
         let number = chunk.numbers.iter().zip(&array.grid()).fold(0, |number, (at, count)| number * count + at);
-        let bounded = |origin: &PerAxis, extents: &PerAxis| -> Option<PerAxis> {
-            let fits = |((origin, extent), whole): ((&u64, &u64), &u64)| {
-                whole.checked_sub(*origin).filter(|left| *left > 0).map(|left| left.min(*extent))
-            };
-            origin.iter().zip(extents).zip(shape).map(fits).collect()
+        let Some(sharding) = array.sharding().filter(|_| form.is_inner) else {
+            return self.push(form, file, CodedChunk { number, inner: 0, bytes: chunk.bytes.clone() }, origin);
         };
-        match (form, chunk.span) {
-            (Form::Affine(strides), Some(span)) => {
-                let Some(extents) = bounded(&origin, &array.chunk) else { return };
-                let (file, strides) = (BoxFile::Own(file), strides.clone());
-                self.list.push(ArrayBox { file, start: span.start(), origin, extents, strides });
-            }
-            // A decoded chunk is in the order of the array's own axes.
-            (Form::Affine(_) | Form::Whole, _) => {
-                let Some(extents) = bounded(&origin, &array.chunk) else { return };
-                self.add_coded(file, chunk, (number, 0), None, (origin, extents, None));
-            }
-            (Form::Inner { extents: inner_extents, strides, is_plain }, _) => {
-                let grid = array.sharding().map(|sharding| sharding.grid.clone()).unwrap_or_default();
-                for (inner, span) in (0_u32..).zip(&chunk.inner) {
-                    let Some(range) = span else { continue };
-                    let numbers = in_own_axes(array, &unravel(inner.into(), &grid));
-                    let at = origin.iter().zip(&numbers).zip(inner_extents).map(|((o, n), e)| o + n * e).collect();
-                    let Some(extents) = bounded(&at, inner_extents) else { continue };
-                    if let Some(span) = chunk.span.filter(|_| *is_plain) {
-                        self.list.push(ArrayBox {
-                            file: BoxFile::Own(file),
-                            start: span.start() + range.start,
-                            origin: at,
-                            extents,
-                            strides: strides.clone(),
-                        });
-                    } else {
-                        // A decoded inner chunk is in the order of axes of the shard.
-                        let sharding = array.sharding().map(|sharding| row_major(&sharding.chunk));
-                        let strides = sharding.map(|strides| in_own_axes(array, &strides));
-                        self.add_coded(file, chunk, (number, inner), Some(range), (at, extents, strides));
-                    }
-                }
-            }
+        for (inner, span) in (0_u32..).zip(&chunk.inner) {
+            let Some(range) = span else { continue };
+            let numbers = in_own_axes(array, &unravel(inner.into(), &sharding.grid));
+            let at = origin.iter().zip(&numbers).zip(&form.extents).map(|((o, n), e)| o + n * e).collect();
+            self.push(form, file, CodedChunk { number, inner, bytes: chunk.bytes.part(range) }, at);
         }
     }
 
-    /// Adds a box in a decoded file, of which file and first byte are not known yet.
-    fn add_coded(
-        &mut self,
-        file: FileNumber,
-        chunk: &Chunk<'_>,
-        (number, inner): (u64, u32),
-        range: Option<&Range<u64>>,
-        (origin, extents, strides): (PerAxis, PerAxis, Option<PerAxis>),
-    ) {
-        let bytes = match (chunk.span, &chunk.value.bytes) {
-            (None, Bytes::Inline(bytes)) => CodedBytes::Inline(match range {
-                Some(range) => bytes[to_usize(range.start)..to_usize(range.end)].into(),
-                None => Arc::clone(bytes),
-            }),
-            (span, _) => {
-                let whole = span.expect("what is not in a node is in a file");
-                let part = range.and_then(|range| ByteSpan::new(range.start, range.end));
-                CodedBytes::Span(part.and_then(|part| whole.slice(part)).unwrap_or(whole))
-            }
+    /// Adds the part of a chunk that is inside the array: a box in its file, or one in a decoded file, of which file and first byte
+    /// are not known yet.
+    fn push(&mut self, form: &Form, file: FileId, chunk: CodedChunk, origin: PerAxis) {
+        let inside = |((origin, extent), whole): ((&u64, &u64), &u64)| {
+            whole.checked_sub(*origin).filter(|left| *left > 0).map(|left| left.min(*extent))
         };
-        let strides = strides.unwrap_or_else(|| row_major(&self.coded.array.chunk));
-        let of_file = self.by_file.entry(file).or_default();
-        of_file.push((CodedChunk { number, inner, bytes }, self.list.len()));
-        self.list.push(ArrayBox { file: BoxFile::Decoded(0), start: 0, origin, extents, strides });
+        let extents = origin.iter().zip(&form.extents).zip(self.coded.array.shape.extents()).map(inside);
+        let Some(extents) = extents.collect() else { return };
+        let (is_decoded, start, strides) = if let (Some(strides), CodedBytes::Span(span)) = (&form.plain, &chunk.bytes)
+        {
+            (false, span.start(), strides.clone())
+        } else {
+            self.by_file.entry(file).or_default().push((chunk, self.list.len()));
+            (true, 0, form.decoded.clone())
+        };
+        self.list.push(ArrayBox { is_decoded, place: StoredBox { file, start, origin, extents, strides } });
     }
 
     /// Puts the coded chunks of each file in order, and gives their boxes places.
@@ -365,7 +305,6 @@ impl Boxes {
                 CodedBytes::Span(span) => (span.start(), chunk.number, chunk.inner),
                 CodedBytes::Inline(_) => (0, chunk.number, chunk.inner),
             });
-            let number = u32::try_from(decoded.len()).expect("arrays and files are fewer than 32 bits count");
             let (chunks, boxes): (Vec<_>, Vec<usize>) = chunks.into_iter().unzip();
             let count = chunks.len();
             let file = DecodedFile::new(Arc::clone(&self.coded), stored_in, chunks).ok_or_else(|| {
@@ -375,9 +314,9 @@ impl Boxes {
                 ))
             })?;
             for (at, place) in boxes.into_iter().zip(0..) {
-                let placed = &mut self.list[at];
+                let placed = &mut self.list[at].place;
                 // Within the length of the file, which 64 bits count.
-                (placed.file, placed.start) = (BoxFile::Decoded(number), place * chunk_bytes);
+                (placed.file, placed.start) = (FileId::at(decoded.len()), place * chunk_bytes);
             }
             decoded.push(file);
         }

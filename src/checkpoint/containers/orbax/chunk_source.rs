@@ -54,14 +54,14 @@ impl ChunkSource {
         if files.is_empty() {
             return inner;
         }
-        inner.health().name_others(files.iter().map(|file| FileId(file.stored_in)).collect());
+        inner.health().name_others(files.iter().map(|file| file.stored_in).collect());
         Arc::new(Self::new(inner, Arc::clone(files)))
     }
 
     /// The same, to look at: the files have no health of their own yet.
     pub(crate) fn new(inner: Arc<dyn Source>, files: Arc<[DecodedFile]>) -> Self {
         let pin = |file: &DecodedFile| {
-            let pin = inner.pin(FileId(file.stored_in)).clone();
+            let pin = inner.pin(file.stored_in).clone();
             let files = file.files();
             let gates = AccessRules::all(files.iter().map(|file| &inner.pin(*file).gates)).unwrap_or(pin.gates);
             Pin { len_bytes: file.len_bytes(), gates, ..pin }
@@ -87,7 +87,7 @@ impl ChunkSource {
 
     /// The file of the inner source that this one is, or is stored in.
     fn stored_in(&self, file: FileId) -> FileId {
-        self.decoded(file).map_or(file, |(_, decoded)| FileId(decoded.stored_in))
+        self.decoded(file).map_or(file, |(_, decoded)| decoded.stored_in)
     }
 
     /// Splits parts of a decoded file into those of its chunks.
@@ -132,7 +132,7 @@ impl ChunkSource {
             return Ok(Arc::clone(found));
         }
         let chunk = &*decoded.chunk(key.1).expect("keys are of chunks that there are");
-        let stored_in = FileId(decoded.stored_in);
+        let stored_in = decoded.stored_in;
         let bytes = match (&decoded.coding, &chunk.bytes) {
             (FileCoding::Delta(tensor), _) => Ok(tensor.decode_by_definition(&*self.inner)?),
             // Blocks have one decoder, in which nothing is fast.
@@ -219,7 +219,7 @@ impl Source for ChunkSource {
 
     fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
         let Some(decoded) = self.decoded(file) else { return self.inner.fetch(file, parts) };
-        self.inner.health().usable(FileId(decoded.1.stored_in))?;
+        self.inner.health().usable(decoded.1.stored_in)?;
         let mut wanted = BTreeMap::new();
         self.split(file, decoded, parts, &mut wanted)?;
         self.copy_all(wanted).map_err(|(_, error)| error)
@@ -233,7 +233,7 @@ impl Source for ChunkSource {
             match self.decoded(file) {
                 None => own.push(FileFetch { file, parts }),
                 Some(decoded) => {
-                    let usable = self.inner.health().usable(FileId(decoded.1.stored_in));
+                    let usable = self.inner.health().usable(decoded.1.stored_in);
                     usable
                         .and_then(|()| self.split(file, decoded, parts, &mut wanted))
                         .map_err(|error| (file, error))?;
@@ -348,7 +348,7 @@ impl ChunkSource {
         span: ByteSpan,
         work: &mut dyn FnMut(&[u8]),
     ) -> Result<(), SourceError> {
-        self.inner.health().usable(FileId(decoded.stored_in))?;
+        self.inner.health().usable(decoded.stored_in)?;
         let len_bytes = decoded.len_bytes();
         if span.end() > len_bytes {
             return Err(SourceError::out_of_bounds(&self.pin(file).path, span, len_bytes));

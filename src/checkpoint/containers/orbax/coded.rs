@@ -3,16 +3,13 @@
 //! The decoded chunks of one array that lie in one file are shown as one more file, a *decoded file*: chunk after chunk, all of
 //! the same length. Then a decoded chunk is a span like any other, and every file has exactly one file that can change under it.
 
-use std::{borrow::Cow, io::BufRead, sync::Arc};
+use std::{borrow::Cow, io::BufRead, ops::Range, sync::Arc};
 
 use ckfs_format::zarr::read::{Array, ArrayBytes, ChunkError, Codecs, Packing, ShardCodec};
 use ckfs_source::{BufferMemory, ByteSpan, FileId};
 use ckfs_tensor::{to_usize, unravel};
 
-use super::{
-    super::{blocks::BlockTensor, delta::DeltaTensor},
-    store::FileNumber,
-};
+use super::super::{blocks::BlockTensor, delta::DeltaTensor};
 
 /// An array whose chunks are decoded.
 #[derive(Debug)]
@@ -23,13 +20,33 @@ pub(super) struct CodedArray {
     pub(super) is_inner: bool,
 }
 
-/// The stored form of a chunk.
+/// Where the stored form of a chunk is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum CodedBytes {
     /// A span of the file.
     Span(ByteSpan),
     /// These bytes, which a node of the database has.
     Inline(Arc<[u8]>),
+}
+
+impl CodedBytes {
+    /// How many they are.
+    pub(super) fn len(&self) -> u64 {
+        match self {
+            Self::Span(span) => span.len(),
+            Self::Inline(bytes) => bytes.len() as u64,
+        }
+    }
+
+    /// These of them.
+    pub(super) fn part(&self, range: &Range<u64>) -> Self {
+        match self {
+            Self::Span(span) => {
+                Self::Span(ByteSpan::new(range.start, range.end).and_then(|part| span.slice(part)).unwrap_or(*span))
+            }
+            Self::Inline(bytes) => Self::Inline(bytes[to_usize(range.start)..to_usize(range.end)].into()),
+        }
+    }
 }
 
 /// A chunk, and where its stored form is.
@@ -58,7 +75,7 @@ pub(super) enum FileCoding {
 pub(crate) struct DecodedFile {
     pub(super) coding: FileCoding,
     /// The file with the stored chunks.
-    pub(super) stored_in: FileNumber,
+    pub(super) stored_in: FileId,
     /// The chunks in the order in which they are shown: that of their places. Those of blocks are computed.
     chunks: Vec<CodedChunk>,
     len_bytes: u64,
@@ -159,7 +176,7 @@ fn words_of(codecs: &Codecs) -> Vec<String> {
 
 impl DecodedFile {
     /// The decoded file of these chunks; `None` if it has more bytes than 64 bits count.
-    pub(super) fn new(array: Arc<CodedArray>, stored_in: FileNumber, chunks: Vec<CodedChunk>) -> Option<Self> {
+    pub(super) fn new(array: Arc<CodedArray>, stored_in: FileId, chunks: Vec<CodedChunk>) -> Option<Self> {
         let len_bytes = array.bytes_of(chunks.len() as u64)?;
         Some(Self { coding: FileCoding::Array(array), stored_in, chunks, len_bytes })
     }
@@ -169,12 +186,12 @@ impl DecodedFile {
         let (file, span) = tensor.newest();
         let chunk = CodedChunk { number: 0, inner: 0, bytes: CodedBytes::Span(span) };
         let len_bytes = tensor.len_bytes();
-        Self { coding: FileCoding::Delta(Arc::new(tensor)), stored_in: file.0, chunks: vec![chunk], len_bytes }
+        Self { coding: FileCoding::Delta(Arc::new(tensor)), stored_in: file, chunks: vec![chunk], len_bytes }
     }
 
     /// A tensor that is stored as blocks.
     pub(crate) fn of_blocks(tensor: BlockTensor) -> Self {
-        let (len_bytes, stored_in) = (tensor.len_bytes(), tensor.file.0);
+        let (len_bytes, stored_in) = (tensor.len_bytes(), tensor.file);
         Self { coding: FileCoding::Blocks(Arc::new(tensor)), stored_in, chunks: Vec::new(), len_bytes }
     }
 
@@ -185,7 +202,7 @@ impl DecodedFile {
             FileCoding::Delta(tensor) => FileCoding::Delta(Arc::new(tensor.of_files(file))),
             FileCoding::Blocks(tensor) => FileCoding::Blocks(tensor.of_files(file)),
         };
-        Self { coding, stored_in: file(FileId(self.stored_in)).0, ..self.clone() }
+        Self { coding, stored_in: file(self.stored_in), ..self.clone() }
     }
 
     /// Bytes of one decoded chunk; 1 if it has none, so that it can be divided by.
@@ -214,7 +231,7 @@ impl DecodedFile {
     /// The files whose bytes its bytes are made of.
     pub(super) fn files(&self) -> Vec<FileId> {
         match &self.coding {
-            FileCoding::Array(_) => vec![FileId(self.stored_in)],
+            FileCoding::Array(_) => vec![self.stored_in],
             FileCoding::Blocks(tensor) => tensor.files(),
             FileCoding::Delta(tensor) => tensor.files().collect(),
         }
@@ -226,7 +243,7 @@ impl DecodedFile {
     }
 
     /// Numbers of chunks, the one with the most stored bytes among them.
-    pub(super) fn largest(&self) -> std::ops::Range<u64> {
+    pub(super) fn largest(&self) -> Range<u64> {
         if self.is_of_blocks() { 0..u64::from(self.len_bytes > 0) } else { 0..self.chunks.len() as u64 }
     }
 

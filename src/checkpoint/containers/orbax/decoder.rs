@@ -114,7 +114,7 @@ impl Decoder {
     /// Decodes a chunk into `target`. `stored` has room for its stored bytes, unless they are streamed.
     fn decode(&self, key: ChunkKey, stored: &mut [u8], target: &mut [u8]) -> Result<(), SourceError> {
         let (decoded, chunk) = self.place(key);
-        let stored_in = FileId(decoded.stored_in);
+        let stored_in = decoded.stored_in;
         let array = match &decoded.coding {
             FileCoding::Array(array) => array,
             FileCoding::Delta(tensor) => return tensor.decode(&*self.inner, stored, target),
@@ -165,7 +165,7 @@ impl Decoder {
             }
         };
         SourceError::Io {
-            file: self.inner.pin(FileId(decoded.stored_in)).path.clone(),
+            file: self.inner.pin(decoded.stored_in).path.clone(),
             action,
             error: Arc::new(io::Error::new(io::ErrorKind::InvalidData, error)),
         }

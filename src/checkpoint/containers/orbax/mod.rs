@@ -22,7 +22,7 @@ mod store;
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use array::{ArrayBox, BoxFile, ToLayOut};
+use array::{ArrayBox, ToLayOut};
 pub(crate) use chunk_source::ChunkSource;
 use ckfs_format::{
     orbax::{
@@ -42,8 +42,8 @@ use serde_json::{Map, Value};
 use store::{Files, StoreValue};
 
 use super::super::{
-    container::{Container, Contents, LeftOut, SavedTree},
-    mosaic::{MosaicBuilder, StoredBox},
+    container::{Container, Contents, LeftOut},
+    mosaic::MosaicBuilder,
     problem::{BYTES_MAX, Problem, Problems},
     tree::{FileTree, below},
 };
@@ -73,24 +73,16 @@ pub(crate) struct OrbaxContents {
     item: String,
     /// The files that reads need, in the order of their ids.
     pub(crate) paths: Vec<String>,
-    /// Files of decoded chunks, with the ids after those.
-    decoded: Vec<DecodedFile>,
     tensors: Vec<OrbaxTensor>,
-    /// Leaves that are not read, with the reason.
-    left_out: Vec<(String, &'static str)>,
-    /// Whether layers are stacked, as MaxText says.
-    scan_layers: Option<bool>,
-    /// What names do not tell of the tree.
-    tree: SavedTree,
-    /// What the user should know.
-    pub(crate) warnings: Vec<String>,
+    /// All but the table.
+    rest: Contents,
 }
 
 impl OrbaxContents {
-    /// The tensors as a table. `files` begins with the files of [`OrbaxContents::paths`].
+    /// The contents with the table. `files` begins with the files of [`OrbaxContents::paths`].
     pub(crate) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
-        let coded: Arc<[DecodedFile]> = std::mem::take(&mut self.decoded).into();
-        let source: &dyn Source = &ChunkSource::new(Arc::clone(files), Arc::clone(&coded));
+        let contents = std::mem::take(&mut self.rest);
+        let source: &dyn Source = &ChunkSource::new(Arc::clone(files), contents.decoded.clone().into());
         let decoded = (files.file_count()..source.file_count()).map(FileId::at);
         if decoded.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
             problems.push(Problem::TooManyBytes);
@@ -98,25 +90,10 @@ impl OrbaxContents {
         let mut builder = MosaicBuilder::new(source, problems);
         for OrbaxTensor { name, dtype, shape, fill, boxes } in &self.tensors {
             let fill = fill.as_ref().and_then(|fill| Element::from_bytes(*dtype, fill));
-            let boxes = boxes.iter().map(|part| StoredBox {
-                file: id_of(part.file, files.file_count()),
-                start: part.start,
-                origin: part.origin.clone(),
-                extents: part.extents.clone(),
-                strides: part.strides.clone(),
-            });
+            let boxes = boxes.iter().map(|part| part.stored(files.file_count()));
             builder.add(name, *dtype, shape.extents(), boxes, fill);
         }
-        let table = builder.finish();
-        let left_out =
-            self.left_out.iter().map(|(name, kind)| LeftOut { name: name.clone(), kind: (*kind).to_owned() });
-        Contents {
-            left_out: left_out.collect(),
-            decoded: coded.to_vec(),
-            scan_layers: self.scan_layers,
-            tree: std::mem::take(&mut self.tree),
-            ..Contents::new(Container::Orbax, table)
-        }
+        Contents { table: builder.finish(), ..contents }
     }
 }
 
@@ -124,15 +101,7 @@ impl OrbaxContents {
 impl OrbaxContents {
     /// The source of the tensors, over one that begins with the files of [`OrbaxContents::paths`].
     fn source(&mut self, files: Arc<dyn Source>) -> Arc<dyn Source> {
-        ChunkSource::over(files, &std::mem::take(&mut self.decoded).into())
-    }
-}
-
-/// The id of the file of a box; `others` files come before the decoded ones.
-fn id_of(file: BoxFile, others: usize) -> FileId {
-    match file {
-        BoxFile::Own(number) => FileId(number),
-        BoxFile::Decoded(number) => FileId::at(others + number as usize),
+        ChunkSource::over(files, &std::mem::take(&mut self.rest.decoded).into())
     }
 }
 
@@ -142,9 +111,8 @@ struct Leaves {
     wanted: Vec<bool>,
     uses_zarr3: bool,
     stores_fill_values: bool,
-    left_out: Vec<(String, &'static str)>,
-    scan_layers: Option<bool>,
-    saved: SavedTree,
+    /// What is left out and what the names do not tell, with nothing else.
+    rest: Contents,
 }
 
 /// Reads the descriptions of an Orbax checkpoint: of the model, or of the `whole_state`. With `allow_unfinished`, also of one that its
@@ -197,9 +165,11 @@ pub(crate) fn read(
     }
     let passed_over = item.unfinished.iter().map(|step| format!("step {step} is passed over"));
     let used = item.step.map(|step| format!("the latest finished step is {step}"));
-    let mut warnings: Vec<String> =
-        if item.unfinished.is_empty() { Vec::new() } else { passed_over.chain(used).collect() };
-    warnings.extend(item.is_unfinished.map(|reason| {
+    let mut rest = leaves.rest;
+    if !item.unfinished.is_empty() {
+        rest.warnings.extend(passed_over.chain(used));
+    }
+    rest.warnings.extend(item.is_unfinished.map(|reason| {
         let step = item.step.map_or_else(String::new, |step| format!("step {step}: "));
         format!("{step}unfinished, and read since --allow-unfinished says so: {reason}")
     }));
@@ -207,18 +177,18 @@ pub(crate) fn read(
         #[cfg(test)]
         item: item.directory,
         paths: files.paths,
-        decoded,
         tensors,
-        left_out: leaves.left_out,
-        scan_layers: item.scan_layers.or(leaves.scan_layers),
-        tree: leaves.saved,
-        warnings,
+        rest: Contents { decoded, scan_layers: item.scan_layers.or(rest.scan_layers), ..rest },
     })
 }
 
 /// Whether the words between the dots of a leaf's name are its keys, all of them names.
 fn is_told_by_name(leaf: &Leaf) -> bool {
     leaf.keys.iter().all(|key| matches!(key, TreeKey::Name(name) if !name.contains('.')))
+}
+
+fn left_out(name: String, reason: &str) -> LeftOut {
+    LeftOut { name, kind: reason.to_owned() }
 }
 
 /// Why a leaf is left out of the model, by its first key.
@@ -241,19 +211,19 @@ fn leaves(tree: &dyn FileTree, directory: &str, is_database: bool, whole_state: 
         let first = |name: &str| name.split('.').next().unwrap_or(name).to_owned();
         let has_model = names.iter().any(|name| first(name) == MODEL);
         let reasons: Vec<_> = names.iter().map(|name| not_of_the_model(&first(name), has_model)).collect();
-        let left_out = names.iter().zip(&reasons).filter_map(|(name, reason)| Some((name.clone(), (*reason)?)));
+        let left_out = names.iter().zip(&reasons).filter_map(|(name, reason)| Some(left_out(name.clone(), (*reason)?)));
         let left_out = if whole_state { Vec::new() } else { left_out.collect() };
         let wanted = reasons.iter().map(|reason| whole_state || reason.is_none()).collect();
-        let (uses_zarr3, stores_fill_values) = (true, false);
-        let saved = SavedTree::default();
-        return Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers: None, saved });
+        let rest = Contents { container: Container::Orbax, left_out, ..Contents::default() };
+        return Ok(Leaves { names, wanted, uses_zarr3: true, stores_fill_values: false, rest });
     };
     let described = Tree::parse(&bytes);
     let described = described.map_err(|error| one(Problem::of_file(tree.shown(directory).display(), error)))?;
     let firsts: Vec<String> = described.leaves.iter().map(|leaf| leaf.keys[0].to_string()).collect();
     let has_model = firsts.iter().any(|first| first == MODEL);
-    let (mut names, mut wanted, mut left_out, mut problems) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    let mut saved = SavedTree::default();
+    let (mut names, mut wanted, mut problems) = (Vec::new(), Vec::new(), Vec::new());
+    let mut rest = Contents { container: Container::Orbax, ..Contents::default() };
+    let saved = &mut rest.tree;
     for (leaf, first) in described.leaves.iter().zip(&firsts) {
         let reason = not_of_the_model(first, has_model).filter(|_| !whole_state);
         let reason = reason.or(match leaf.kind {
@@ -279,14 +249,14 @@ fn leaves(tree: &dyn FileTree, directory: &str, is_database: bool, whole_state: 
             }
             LeafKind::Array | LeafKind::Text | LeafKind::Other(_) => {}
         }
-        left_out.extend(reason.map(|reason| (leaf.name(), reason)));
+        rest.left_out.extend(reason.map(|reason| left_out(leaf.name(), reason)));
         names.push(leaf.name());
         wanted.push(reason.is_none());
     }
     if !problems.is_empty() {
         return Err(problems);
     }
-    let scan_layers = described.custom.as_ref().and_then(|custom| custom.get("scan_layers")?.as_bool());
+    rest.scan_layers = described.custom.as_ref().and_then(|custom| custom.get("scan_layers")?.as_bool());
     let Tree { uses_zarr3, stores_fill_values, .. } = described;
     if whole_state {
         saved.objects = objects(tree, directory).map_err(one)?;
@@ -296,7 +266,7 @@ fn leaves(tree: &dyn FileTree, directory: &str, is_database: bool, whole_state: 
     }
     let untold = described.leaves.into_iter().filter(|leaf| !is_told_by_name(leaf));
     saved.keys = untold.map(|leaf| (leaf.name(), leaf.keys)).collect();
-    Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, left_out, scan_layers, saved })
+    Ok(Leaves { names, wanted, uses_zarr3, stores_fill_values, rest })
 }
 
 /// The files of an item that hold no arrays and go with the whole state: how arrays were sharded, texts, and which arrays are keys of

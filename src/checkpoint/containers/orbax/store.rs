@@ -6,11 +6,11 @@
 use std::{collections::HashMap, sync::Arc};
 
 use ckfs_format::ocdbt::{self, KeyRange, Manifest, NodeRef, Walk};
-use ckfs_source::ByteSpan;
+use ckfs_source::{ByteSpan, FileId};
 use ckfs_tensor::to_usize;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::item::no_arrays;
+use super::{coded::CodedBytes, item::no_arrays};
 use crate::{
     problem::Problem,
     tree::{FileTree, below},
@@ -28,38 +28,24 @@ const VALUES_MAX: u64 = 16 << 20;
 /// Greatest depth of directories in an array's directory.
 const DEPTH_MAX: usize = 16;
 
-/// Number of a file among those that are pinned.
-pub(super) type FileNumber = u32;
-
-/// Files that reads will need, numbered in the order in which they were met.
+/// Files that reads will need. Their ids are in the order in which they were met.
 #[derive(Debug, Default)]
 pub(super) struct Files {
     pub(super) paths: Vec<String>,
-    numbers: HashMap<String, FileNumber>,
+    ids: HashMap<String, FileId>,
 }
 
 impl Files {
-    /// The number of a file.
-    pub(super) fn number(&mut self, path: &str) -> FileNumber {
-        if let Some(number) = self.numbers.get(path) {
-            return *number;
+    /// The id of a file.
+    pub(super) fn id(&mut self, path: &str) -> FileId {
+        if let Some(id) = self.ids.get(path) {
+            return *id;
         }
-        let number = FileNumber::try_from(self.paths.len()).expect("values are fewer than 32 bits count");
+        let id = FileId::at(self.paths.len());
         self.paths.push(path.to_owned());
-        self.numbers.insert(path.to_owned(), number);
-        number
+        self.ids.insert(path.to_owned(), id);
+        id
     }
-}
-
-/// Where the bytes of a value are.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Bytes {
-    /// All of a file, whose length is not known yet.
-    File,
-    /// A span of a file.
-    Span(ByteSpan),
-    /// In a node of the database, which was read from the file.
-    Inline(Arc<[u8]>),
 }
 
 /// One stored value.
@@ -69,16 +55,17 @@ pub(super) struct StoreValue {
     pub(super) key: String,
     /// The file with its bytes.
     pub(super) path: Arc<str>,
-    pub(super) bytes: Bytes,
+    /// Where in it they are; `None` for all of a file whose length is not known yet.
+    pub(super) bytes: Option<CodedBytes>,
 }
 
 impl StoreValue {
     /// Reads the whole value.
     pub(super) fn read(&self, tree: &dyn FileTree) -> Result<Vec<u8>, Problem> {
         match &self.bytes {
-            Bytes::File => Ok(tree.description(&self.path)?.unwrap_or_default()),
-            Bytes::Inline(bytes) => Ok(bytes.to_vec()),
-            Bytes::Span(span) => read_block(tree, &self.path, span.start(), span.len()),
+            None => Ok(tree.description(&self.path)?.unwrap_or_default()),
+            Some(CodedBytes::Inline(bytes)) => Ok(bytes.to_vec()),
+            Some(CodedBytes::Span(span)) => read_block(tree, &self.path, span.start(), span.len()),
         }
     }
 }
@@ -223,13 +210,13 @@ pub(super) fn values_in_database(
         let (path, bytes) = match value {
             ocdbt::NodeValue::Inline(bytes) => {
                 inline_bytes += bytes.len() as u64;
-                (Arc::clone(node_file), Bytes::Inline(bytes.into()))
+                (Arc::clone(node_file), CodedBytes::Inline(bytes.into()))
             }
             ocdbt::NodeValue::At(location) => {
                 let path = paths.entry(Arc::clone(&location.path));
                 let path = path.or_insert_with(|| below(item, &location.path).into());
                 let span = ByteSpan::of_len(location.offset, location.len_bytes).expect("an end fits 63 bits");
-                (Arc::clone(path), Bytes::Span(span))
+                (Arc::clone(path), CodedBytes::Span(span))
             }
         };
         for (what, limit, found) in
@@ -239,7 +226,7 @@ pub(super) fn values_in_database(
                 return Err(too_many(what, limit, found));
             }
         }
-        values[number].push(StoreValue { key: rest.to_owned(), path, bytes });
+        values[number].push(StoreValue { key: rest.to_owned(), path, bytes: Some(bytes) });
         Ok(())
     })?;
     Ok(values)
@@ -294,7 +281,7 @@ fn list_values(
             if values.len() as u64 >= VALUES_MAX {
                 return Err(too_many("stored values", VALUES_MAX, values.len() as u64 + 1));
             }
-            values.push(StoreValue { key, path: below(item, &path).into(), bytes: Bytes::File });
+            values.push(StoreValue { key, path: below(item, &path).into(), bytes: None });
         }
     }
     Ok(values)

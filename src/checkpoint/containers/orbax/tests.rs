@@ -122,15 +122,14 @@ fn assemble(tensor: &OrbaxTensor, found_paths: usize, source: &dyn Source) -> Re
     let shape = tensor.shape.extents();
     let fill = tensor.fill.clone().unwrap_or_else(|| vec![0xee; unit]);
     let mut whole = fill.repeat(to_usize(shape.iter().product()));
-    for part in &tensor.boxes {
+    for part in tensor.boxes.iter().map(|part| part.stored(found_paths)) {
         let count: u64 = part.extents.iter().product();
         for number in 0..count {
             let at = ckfs_tensor::unravel(number, &part.extents);
             let steps = at.iter().zip(&part.strides).map(|(at, stride)| at * stride).sum::<u64>();
             let target = part.origin.iter().zip(&at).zip(shape).fold(0, |place, ((o, at), n)| place * n + o + at);
             let place = to_usize(target) * unit;
-            let file = id_of(part.file, found_paths);
-            source.read_into(file, part.start + steps * unit as u64, &mut whole[place..place + unit])?;
+            source.read_into(part.file, part.start + steps * unit as u64, &mut whole[place..place + unit])?;
         }
     }
     Ok(whole)
@@ -182,9 +181,9 @@ fn checkpoints_of_orbax_are_what_was_saved() {
             let state = contents(&tree, true).unwrap();
             assert_eq!(state.keys().filter(|key| !key.starts_with("params.")).collect::<Vec<_>>(), ["step"]);
             let found = read(&tree, false, false).unwrap();
-            let left_out: Vec<_> = found.left_out.iter().map(|(name, _)| name.as_str()).collect();
+            let left_out: Vec<_> = found.rest.left_out.iter().map(|out| out.name.as_str()).collect();
             assert_eq!(left_out, ["label", "step"], "{name} {at}");
-            assert_eq!(found.scan_layers, if at == "3/default" { None } else { Some(true) }, "{name} {at}");
+            assert_eq!(found.rest.scan_layers, if at == "3/default" { None } else { Some(true) }, "{name} {at}");
         }
     }
 }
@@ -261,7 +260,7 @@ fn unfinished_steps_are_never_read() {
         later.files.insert("12/_CHECKPOINT_METADATA".to_owned(), uncommitted.to_vec());
         let found = read(&later, false, false).unwrap();
         assert_eq!(found.item, "3/default");
-        assert!(found.warnings.iter().any(|warning| warning.contains("step 12")), "{:?}", found.warnings);
+        assert!(found.rest.warnings.iter().any(|warning| warning.contains("step 12")), "{:?}", found.rest.warnings);
         let committed =
             br#"{"item_handlers": {"default": "x"}, "init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}"#;
         later.files.insert("12/_CHECKPOINT_METADATA".to_owned(), committed.to_vec());
@@ -284,7 +283,7 @@ fn unfinished_steps_are_never_read() {
         // A copy that lost the file is read on request, and only if it is whole.
         let found = read(&stored, false, true).unwrap();
         assert_eq!(found.item, "3/default");
-        assert!(found.warnings.iter().any(|warning| warning.contains("step 3: unfinished")), "{:?}", found.warnings);
+        assert!(found.rest.warnings.iter().any(|warning| warning.contains("step 3: unfinished")), "{:?}", found.rest.warnings);
         let mut lost = stored.clone();
         let chunk = |path: &&String| path.contains("params.wq/1.") || path.contains("/d/");
         let chunk = lost.files.keys().find(chunk).unwrap().clone();
@@ -395,10 +394,8 @@ fn damaged_chunks_are_named_and_others_are_read() {
     assert!(error.contains("array x, chunk c/1/0 (bytes 0..") && error.contains("CRC-32C"), "{error}");
     // The file itself is as it was pinned.
     assert!((0..4).all(|file| source.check(FileId(file)).is_ok()) && source.health().poisoned() == 0);
-    let good = found.tensors[0].boxes.iter().filter(|part| {
-        let mut byte = [0];
-        source.read_into(id_of(part.file, found.paths.len()), part.start, &mut byte).is_ok()
-    });
+    let parts = found.tensors[0].boxes.iter().map(|part| part.stored(found.paths.len()));
+    let good = parts.filter(|part| source.read_into(part.file, part.start, &mut [0]).is_ok());
     assert_eq!((good.count(), found.tensors[0].boxes.len()), (3, 4));
 }
 
