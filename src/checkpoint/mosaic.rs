@@ -49,6 +49,14 @@ impl StoredBox {
         Self { file, start, origin, extents: PerAxis::from_slice(extents), strides }
     }
 
+    /// The same with `len` indices of an axis from `first` on, which are those of the tensor from `origin` on.
+    pub(super) fn run(mut self, axis: usize, (first, len): (u64, u64), origin: u64, element_bytes: u64) -> Self {
+        // Inside the tensor, whose last byte fits 64 bits.
+        self.start += first * self.strides[axis] * element_bytes;
+        (self.origin[axis], self.extents[axis]) = (origin, len);
+        self
+    }
+
     /// The same with one stride for axes on which there is nothing to stride over, so that equal boxes are equal values.
     fn normalized(mut self) -> Self {
         let row_major = mosaic::row_major(&self.extents);

@@ -12,7 +12,7 @@ use super::super::{
     choose::SINGLE,
     container::is_weights,
     index::Index,
-    ranks::world_of,
+    ranks::parts_of,
     sets::incomplete_sets,
     text::read_json,
     weight_name::{WeightName, is_any_index, of_any_rank},
@@ -28,7 +28,7 @@ pub(crate) fn part_of(path: &Path, is_here: bool, fetches: &WaitRegistry) -> Opt
     let directory = path.parent().filter(|_| is_here);
     let place = directory.map_or_else(String::new, |directory| format!(", {}", directory.display()));
     let whole = |what: String| Some(format!("{what}: give the directory with the files of all of them{place}"));
-    if let Some(world) = world_of(name) {
+    if let Some(world) = parts_of(name) {
         return whole(format!("the parts of one of {world} ranks"));
     }
     if let (Some(WeightName { number: Some((number, total)), .. }), (problems, warnings)) =

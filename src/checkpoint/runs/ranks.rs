@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use crate::{
-    ranks::{RankFile, RankKind},
+    ranks::{RankFile, RankKind, world_of},
     tree::{TreeEntry, directories, file_names},
 };
 
@@ -12,15 +12,8 @@ pub(super) const MODEL_DIRECTORIES: [&str; 3] = ["actor", "policy", "model"];
 
 /// Whether files of ranks are among these: why they are not all there, or `Ok`.
 pub(super) fn of_shards(entries: &[TreeEntry]) -> Option<Result<(), String>> {
-    let mut found: Vec<(u64, u64)> =
-        file_names(entries).filter_map(|name| RankFile::of(RankKind::Fsdp, name)?.fsdp()).collect();
-    found.sort_unstable();
-    let (size, _) = *found.last()?;
-    if found.iter().any(|(other, _)| *other != size) {
-        return Some(Err("files of two world sizes".to_owned()));
-    }
-    let missing = (0..size).find(|rank| !found.contains(&(size, *rank)));
-    Some(missing.map_or(Ok(()), |rank| Err(format!("model_world_size_{size}_rank_{rank}.pt is missing"))))
+    let found: Vec<_> = file_names(entries).filter_map(|name| RankFile::of(RankKind::Fsdp, name)?.fsdp()).collect();
+    (!found.is_empty()).then(|| world_of(&found).map(drop))
 }
 
 /// Whether files of `DeepSpeed` are among these: why they are not all there, or `Ok`.

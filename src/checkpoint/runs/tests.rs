@@ -188,7 +188,10 @@ fn what_is_missing_is_said() {
             ],
             "names 7 as the last finished step",
         ),
-        (&[("global_step_8/actor/model_world_size_3_rank_2.pt", "x")], "model_world_size_3_rank_0.pt is missing"),
+        (
+            &[("global_step_8/actor/model_world_size_3_rank_2.pt", "x")],
+            "expected the files of 3 ranks, found 1; missing: rank 0, 1",
+        ),
         (
             &[
                 ("global_step8/zero_pp_rank_1_mp_rank_00_optim_states.pt", "x"),

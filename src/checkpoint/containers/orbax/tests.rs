@@ -283,7 +283,11 @@ fn unfinished_steps_are_never_read() {
         // A copy that lost the file is read on request, and only if it is whole.
         let found = read(&stored, false, true).unwrap();
         assert_eq!(found.item, "3/default");
-        assert!(found.rest.warnings.iter().any(|warning| warning.contains("step 3: unfinished")), "{:?}", found.rest.warnings);
+        assert!(
+            found.rest.warnings.iter().any(|warning| warning.contains("step 3: unfinished")),
+            "{:?}",
+            found.rest.warnings
+        );
         let mut lost = stored.clone();
         let chunk = |path: &&String| path.contains("params.wq/1.") || path.contains("/d/");
         let chunk = lost.files.keys().find(chunk).unwrap().clone();

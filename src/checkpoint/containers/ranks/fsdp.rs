@@ -11,7 +11,7 @@ use std::{
 
 use ckfs_format::torch::{
     distributed::{self, MeshSharding, PlacedShard, RankReader, RankTensor, Run},
-    read::{OpenedArchive, SavedTensor},
+    read::OpenedArchive,
     state,
 };
 use ckfs_source::FileId;
@@ -36,20 +36,12 @@ const CONFIG_BYTES_MAX: u64 = 1 << 20;
 /// Most boxes of one rank's part of a tensor. Those of real trainings have one, or a few where an axis is strided.
 const BOXES_MAX: usize = 1 << 16;
 
-/// A tensor's elements in a file: first byte, extents, strides in elements.
-#[derive(Clone, Debug)]
-struct Local {
-    start: u64,
-    shape: Vec<u64>,
-    strides: Vec<u64>,
-}
-
 /// What a rank has of a tensor.
 #[derive(Clone, Debug)]
 enum Part {
-    Plain(Local),
-    Meshed { shape: Vec<u64>, sharding: MeshSharding, local: Local },
-    Sharded { shape: Vec<u64>, all: u64, own: Vec<(PlacedShard, Local)> },
+    Plain(StoredBox),
+    Meshed { shape: Vec<u64>, sharding: MeshSharding, local: StoredBox },
+    Sharded { shape: Vec<u64>, all: u64, own: Vec<StoredBox> },
 }
 
 /// What one file says.
@@ -65,9 +57,11 @@ type Parts<'a> = Vec<(u64, FileId, &'a Part)>;
 pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
     let names: Vec<(u64, u64)> = job.found.iter().filter_map(|(_, name)| name.fsdp()).collect();
     let all = || format!("{}model_world_size_*_rank_*.pt", job.below);
-    count(job, &names).map_err(|message| vec![Problem::of_file(all(), message)])?;
+    world_of(&names)
+        .and_then(|world| compare_note(job, world))
+        .map_err(|message| vec![Problem::of_file(all(), message)])?;
     let rank = |name: &RankFile<'_>| name.fsdp().map_or(0, |(_, rank)| rank);
-    let states = job.states(distributed::is_allowed, &|name, opened| rank_state(opened, rank(name)))?;
+    let states = job.states(distributed::is_allowed, &|file, name, opened| rank_state(opened, file, rank(name)))?;
     let mut tensors: BTreeMap<&str, (BTreeSet<DType>, Parts<'_>)> = BTreeMap::new();
     for ((file, name), state) in job.found.iter().zip(&states) {
         for (tensor, dtype, part) in &state.parts {
@@ -98,8 +92,8 @@ pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Pr
     Ok(())
 }
 
-/// Whether the files are those of all ranks of one job.
-fn count(job: &RankJob<'_>, names: &[(u64, u64)]) -> Result<(), String> {
+/// The number of ranks, if files with these numbers of ranks and ranks are those of all ranks of one job.
+pub(crate) fn world_of(names: &[(u64, u64)]) -> Result<u64, String> {
     let worlds: BTreeSet<u64> = names.iter().map(|(world, _)| *world).collect();
     let [world] = worlds.iter().copied().collect::<Vec<_>>()[..] else {
         let worlds: Vec<String> = worlds.iter().map(u64::to_string).collect();
@@ -115,6 +109,11 @@ fn count(job: &RankJob<'_>, names: &[(u64, u64)]) -> Result<(), String> {
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         return Err(lacking(world, ranks.len(), &format!("rank {}{more}", missing.join(", "))));
     }
+    Ok(world)
+}
+
+/// Compares the number of ranks with what a trainer notes of it.
+fn compare_note(job: &RankJob<'_>, world: u64) -> Result<(), String> {
     let Some(note) = job.files.find(&format!("{}{CONFIG}", job.below)) else { return Ok(()) };
     let note = job.files.source.read_whole(note, CONFIG_BYTES_MAX).map_err(|error| format!("{CONFIG}: {error}"))?;
     let note: serde_json::Value = serde_json::from_slice(&note).map_err(|error| format!("{CONFIG}: {error}"))?;
@@ -127,7 +126,7 @@ fn count(job: &RankJob<'_>, names: &[(u64, u64)]) -> Result<(), String> {
 }
 
 /// What the file of a rank says.
-fn rank_state(opened: &OpenedArchive, rank: u64) -> Result<RankState, String> {
+fn rank_state(opened: &OpenedArchive, file: FileId, rank: u64) -> Result<RankState, String> {
     let text = |error: state::TorchError| error.to_string();
     let state::Leaves { tensors: leaves, others } =
         state::leaves(&opened.pickle, opened.pickle.root()).map_err(text)?;
@@ -136,7 +135,7 @@ fn rank_state(opened: &OpenedArchive, rank: u64) -> Result<RankState, String> {
     for (name, id) in leaves {
         let local = |id| {
             let saved = tensor_of(opened, id, &name, format_args!("tensor {name:?}"))?;
-            Ok::<_, String>((saved.tensor.dtype, Local::of(saved)))
+            Ok::<_, String>((saved.tensor.dtype, StoredBox::saved(file, &saved)))
         };
         let (dtype, part) = match reader.describe(&name, id).map_err(text)? {
             RankTensor::Plain(id) => {
@@ -149,15 +148,15 @@ fn rank_state(opened: &OpenedArchive, rank: u64) -> Result<RankState, String> {
             }
             RankTensor::Sharded { shape, dtype, all, own } => {
                 let mut shards = Vec::with_capacity(own.len());
-                for (placed, id) in own {
+                for (PlacedShard { offsets, sizes }, id) in own {
                     let (found, local) = local(id)?;
-                    if found != dtype || local.shape != placed.sizes {
-                        let (of, at) = (&local.shape, &placed.sizes);
+                    let of = &local.extents;
+                    if found != dtype || of[..] != sizes {
                         return Err(format!(
-                            "tensor {name:?}: expected a shard of {dtype} {at:?}, found {found} {of:?}"
+                            "tensor {name:?}: expected a shard of {dtype} {sizes:?}, found {found} {of:?}"
                         ));
                     }
-                    shards.push((placed, local));
+                    shards.push(StoredBox { origin: PerAxis::from_vec(offsets), ..local });
                 }
                 let mut hasher = DefaultHasher::new();
                 for PlacedShard { offsets, sizes } in all {
@@ -169,18 +168,6 @@ fn rank_state(opened: &OpenedArchive, rank: u64) -> Result<RankState, String> {
         parts.push((name, dtype, part));
     }
     Ok(RankState { parts, others })
-}
-
-impl Local {
-    fn of(saved: SavedTensor) -> Self {
-        let start = saved.span().start;
-        Self { start, shape: saved.tensor.shape, strides: saved.tensor.strides }
-    }
-
-    /// The box that it is, if it is all of a tensor.
-    fn stored(&self, file: FileId) -> StoredBox {
-        StoredBox::whole(file, self.start, &self.shape, &self.strides)
-    }
 }
 
 struct Assembly<'a> {
@@ -209,16 +196,16 @@ impl Assembly<'_> {
         self.job.path(part.1)
     }
 
-    fn plain(&mut self, first: &Local, parts: &Parts<'_>) -> Assembled {
+    fn plain(&mut self, first: &StoredBox, parts: &Parts<'_>) -> Assembled {
         for part in parts {
             match part.2 {
-                Part::Plain(local) if local.shape == first.shape => {}
+                Part::Plain(local) if local.extents == first.extents => {}
                 Part::Plain(local) => {
                     return Err(format!(
                         "{:?} in {}, {:?} in {}, and nothing says how it is cut",
-                        first.shape,
+                        first.extents,
                         self.file(&parts[0]),
-                        local.shape,
+                        local.extents,
                         self.file(part)
                     ));
                 }
@@ -233,8 +220,7 @@ impl Assembly<'_> {
             ));
         }
         self.plain += 1;
-        let (_, file, _) = parts[0];
-        Ok((first.shape.clone(), vec![first.stored(file)]))
+        Ok((first.extents.to_vec(), vec![first.clone()]))
     }
 
     fn mixed(&self, first: &(u64, FileId, &Part), other: &(u64, FileId, &Part)) -> String {
@@ -249,7 +235,7 @@ impl Assembly<'_> {
         let Some(element_bytes) = dtype.element_bytes() else {
             return Err(format!("{dtype} has no whole bytes, and cannot be cut"));
         };
-        let mut by_rank: HashMap<u64, (FileId, &Local)> = HashMap::new();
+        let mut by_rank: HashMap<u64, &StoredBox> = HashMap::new();
         for part in parts {
             let Part::Meshed { shape: own_shape, sharding: own, local } = part.2 else {
                 return Err(self.mixed(&parts[0], part));
@@ -271,11 +257,11 @@ impl Assembly<'_> {
                     sharding.placements, sharding.mesh.shape, own.placements, own.mesh.shape
                 ));
             }
-            by_rank.insert(part.0, (part.1, local));
+            by_rank.insert(part.0, local);
         }
         let mut boxes = Vec::new();
         for rank in &sharding.mesh.ranks {
-            let Some((file, local)) = by_rank.remove(rank) else {
+            let Some(local) = by_rank.remove(rank) else {
                 return Err(format!("rank {rank} of its mesh has no part in its file"));
             };
             let coordinate = sharding.mesh.coordinate(*rank).expect("the rank is one of the mesh");
@@ -283,19 +269,19 @@ impl Assembly<'_> {
             let runs = runs.ok_or_else(|| "its placements cut it into more runs than are read".to_owned())?;
             let expected: Vec<u64> = runs.iter().map(|runs| runs.iter().map(|(_, len)| len).sum()).collect();
             let is_empty = |shape: &[u64]| shape.contains(&0);
-            if local.shape != expected && !(is_empty(&expected) && is_empty(&local.shape)) {
+            if local.extents[..] != expected && !(is_empty(&expected) && is_empty(&local.extents)) {
                 return Err(format!(
                     "expected {expected:?} in {} by its placements {:?}, found {:?}",
-                    self.job.path(file),
+                    self.job.path(local.file),
                     sharding.placements,
-                    local.shape
+                    local.extents
                 ));
             }
             if runs.iter().fold(1, |boxes: usize, runs| boxes.saturating_mul(runs.len().max(1))) > BOXES_MAX {
                 return Err(format!("its placements cut the part of rank {rank} into more than {BOXES_MAX} boxes"));
             }
             if !sharding.is_copy(&coordinate) && !is_empty(&expected) {
-                boxes.extend(boxes_of(file, local, &runs, element_bytes));
+                boxes.extend(boxes_of(local, &runs, element_bytes));
             }
         }
         match by_rank.keys().min() {
@@ -305,7 +291,7 @@ impl Assembly<'_> {
     }
 
     fn sharded(&self, (shape, all): (&Vec<u64>, u64), parts: &Parts<'_>) -> Assembled {
-        let mut placed: BTreeSet<&[u64]> = BTreeSet::new();
+        let mut placed: BTreeSet<&PerAxis> = BTreeSet::new();
         let mut boxes = Vec::new();
         for part in parts {
             let Part::Sharded { shape: own_shape, all: own_all, own } = part.2 else {
@@ -316,34 +302,25 @@ impl Assembly<'_> {
                 return Err(format!("{first} and {this} say different shards of it"));
             }
             // Copies of a shard have its place.
-            for (PlacedShard { offsets, .. }, local) in own.iter().filter(|(_, local)| !local.shape.contains(&0)) {
-                if placed.insert(offsets) {
-                    boxes.push(StoredBox { origin: PerAxis::from_slice(offsets), ..local.stored(part.1) });
-                }
-            }
+            let own = own.iter().filter(|local| !local.extents.contains(&0));
+            boxes.extend(own.filter(|local| placed.insert(&local.origin)).cloned());
         }
         Ok((shape.clone(), boxes))
     }
 }
 
 /// The boxes of a part: one for each choice of a run along each axis.
-fn boxes_of(file: FileId, local: &Local, runs: &[Vec<Run>], element_bytes: u64) -> Vec<StoredBox> {
-    let mut boxes = vec![StoredBox { origin: PerAxis::new(), extents: PerAxis::new(), ..local.stored(file) }];
-    for (runs, stride) in runs.iter().zip(&local.strides) {
-        let mut next = Vec::with_capacity(boxes.len() * runs.len());
-        for part in &boxes {
-            let mut at = 0;
-            for (origin, extent) in runs {
-                let mut one = part.clone();
-                // Inside the tensor, whose last byte fits 64 bits.
-                one.start += at * stride * element_bytes;
-                one.origin.push(*origin);
-                one.extents.push(*extent);
-                next.push(one);
-                at += extent;
-            }
-        }
-        boxes = next;
+fn boxes_of(local: &StoredBox, runs: &[Vec<Run>], element_bytes: u64) -> Vec<StoredBox> {
+    let mut boxes = vec![local.clone()];
+    for (axis, runs) in runs.iter().enumerate() {
+        let of_part = |part: StoredBox| {
+            let mut end = 0;
+            runs.iter().map(move |(origin, len)| {
+                end += len;
+                part.clone().run(axis, (end - len, *len), *origin, element_bytes)
+            })
+        };
+        boxes = boxes.into_iter().flat_map(of_part).collect();
     }
     boxes
 }

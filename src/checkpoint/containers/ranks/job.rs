@@ -51,11 +51,14 @@ impl<'a> RankJob<'a> {
     pub(super) fn states<T: Send>(
         &self,
         allowed: Allowed,
-        interpret: &(dyn Fn(&RankFile<'_>, &OpenedArchive) -> Result<T, String> + Sync),
+        interpret: &(dyn Fn(FileId, &RankFile<'_>, &OpenedArchive) -> Result<T, String> + Sync),
     ) -> Result<Vec<T>, Vec<Problem>> {
         let source = self.files.source;
         let items: Vec<ArchiveSpan> = self.found.iter().map(|(file, _)| ArchiveSpan::whole(source, *file)).collect();
-        let interpret = |number: usize, opened: &OpenedArchive| interpret(&self.found[number].1, opened);
+        let interpret = |number: usize, opened: &OpenedArchive| {
+            let (file, name) = &self.found[number];
+            interpret(*file, name, opened)
+        };
         let (mut states, mut problems) = (Vec::with_capacity(items.len()), Vec::new());
         for (item, state) in items.iter().zip(archive::read_opened(source, &items, allowed, &interpret)) {
             match state {

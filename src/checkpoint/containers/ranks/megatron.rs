@@ -12,7 +12,6 @@ use ckfs_format::torch::{
     read::{OpenedArchive, SavedTensor},
 };
 use ckfs_source::FileId;
-use ckfs_tensor::PerAxis;
 use serde_json::{Map, Value as Json};
 
 use super::{
@@ -114,7 +113,7 @@ type Parts = BTreeMap<(u64, Option<u64>), Saved>;
 
 /// Reads the files of all ranks.
 pub(super) fn read(job: &RankJob<'_>, contents: &mut Contents, problems: &mut Problems) -> Result<(), Vec<Problem>> {
-    let states = job.states(megatron::is_allowed, &|_, opened| said(opened))?;
+    let states = job.states(megatron::is_allowed, &|_, _, opened| said(opened))?;
     let one = |problem| vec![problem];
     let ranks = job.ranks(states).map_err(one)?;
     let tensors = job.parts(&ranks).map_err(one)?;
@@ -195,25 +194,20 @@ fn boxes_of(
     whole: &[u64],
     element_bytes: u64,
 ) -> Vec<StoredBox> {
-    let tensor = &saved.tensor;
     let one = |first: u64, len: u64, origin: u64| {
-        let (mut origins, mut extents) = (vec![0; tensor.shape.len()], tensor.shape.clone());
-        let mut start = saved.span().start;
+        let mut part = StoredBox::saved(*file, saved);
         if let Some((axis, _)) = place {
-            (origins[axis], extents[axis]) = (origin, len);
-            start += first * tensor.strides[axis] * element_bytes;
+            part = part.run(axis, (first, len), origin, element_bytes);
         }
-        let mut strides = tensor.strides.clone();
         if let Some(expert) = expert {
-            origins.insert(0, expert);
-            extents.insert(0, 1);
-            strides.insert(0, 1);
+            part.origin.insert(0, expert);
+            part.extents.insert(0, 1);
+            part.strides.insert(0, 1);
         }
-        let [origin, extents, strides] = [origins, extents, strides].map(|numbers| PerAxis::from_slice(&numbers));
-        StoredBox { file: *file, start, origin, extents, strides }
+        part
     };
     let Some((axis, rank)) = place else { return vec![one(0, 0, 0)] };
-    let len = tensor.shape[axis];
+    let len = saved.tensor.shape[axis];
     if cut == Cut::Gated {
         let half = len / 2;
         return vec![one(0, half, rank * half), one(half, half, whole[axis] / 2 + rank * half)];

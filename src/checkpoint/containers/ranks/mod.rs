@@ -16,8 +16,9 @@ mod names;
 mod universal;
 mod zero;
 
+pub(crate) use fsdp::world_of;
 use job::RankJob;
-pub(crate) use names::{MEGATRON_FILE, RankFile, RankKind, megatron_ranks, world_of};
+pub(crate) use names::{MEGATRON_FILE, RankFile, RankKind, megatron_ranks, parts_of};
 
 use super::super::{
     choose::{TORCH_INDEX_SUFFIX, at_top, is_safetensors},

@@ -48,7 +48,7 @@ pub(crate) fn megatron_ranks(name: &str) -> Option<Vec<u64>> {
 }
 
 /// The number of ranks that a file by its name has the parts of one of; `None` if it has all.
-pub(crate) fn world_of(name: &str) -> Option<u64> {
+pub(crate) fn parts_of(name: &str) -> Option<u64> {
     RankFile::of(RankKind::Fsdp, name)?.fsdp().map(|(world, _)| world).filter(|world| *world > 1)
 }
 

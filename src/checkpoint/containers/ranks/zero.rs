@@ -198,7 +198,7 @@ fn model_file(opened: &OpenedArchive) -> Result<Said, String> {
     Ok(Said::Model(ModelFile { states, module, frozen, others }))
 }
 
-fn optimizer_file(opened: &OpenedArchive, training_state: bool) -> Result<Said, String> {
+fn optimizer_file(opened: &OpenedArchive, file: FileId, training_state: bool) -> Result<Said, String> {
     let states = zero::optimizer_states(&opened.pickle).map_err(|error| error.to_string())?;
     let mut weights = Vec::with_capacity(states.flat.len());
     for (number, id) in states.flat.iter().enumerate() {
@@ -222,7 +222,7 @@ fn optimizer_file(opened: &OpenedArchive, training_state: bool) -> Result<Said, 
     scalars.retain(|_, groups| groups.len() == weights.len());
     flat.insert(String::new(), weights);
     let shared = states.shared.clone().and_then(|shared| pickled(opened, shared));
-    Ok(Said::Optimizer(OptimizerFile { file: FileId(0), states, flat, scalars, steps, shared }))
+    Ok(Said::Optimizer(OptimizerFile { file, states, flat, scalars, steps, shared }))
 }
 
 /// A pickle with the places of its storages.
@@ -247,9 +247,9 @@ pub(super) fn read<'a>(
     contents: &mut Contents,
     problems: &mut Problems,
 ) -> Result<Zero<'a>, Vec<Problem>> {
-    let said = job.states(zero::is_allowed, &|name, opened| match name {
+    let said = job.states(zero::is_allowed, &|file, name, opened| match name {
         RankFile::Parameter(name) => parameter_file(opened, name),
-        RankFile::Optimizer(..) => optimizer_file(opened, training_state),
+        RankFile::Optimizer(..) => optimizer_file(opened, file, training_state),
         RankFile::Model(..) | RankFile::OtherState | RankFile::Fsdp { .. } | RankFile::Megatron(_) => {
             model_file(opened)
         }
@@ -267,7 +267,7 @@ pub(super) fn read<'a>(
                 again.extend(of.map(|(other, _)| (other, *id)));
             }
             (Said::Optimizer(file), RankFile::Optimizer(rank, 0)) => {
-                let of = zero.optimizers.insert(*rank, OptimizerFile { file: *id, ..file });
+                let of = zero.optimizers.insert(*rank, file);
                 again.extend(of.map(|other| (other.file, *id)));
             }
             (Said::Parameter(_) | Said::Model(_) | Said::Optimizer(_), _) => {}
