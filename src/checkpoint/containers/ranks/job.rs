@@ -47,6 +47,11 @@ impl<'a> RankJob<'a> {
         Problem::of_file(self.path(file), what)
     }
 
+    /// That something holds, or what is wrong with a file.
+    pub(super) fn ensure(&self, holds: bool, file: FileId, what: impl Display) -> Result<(), Problem> {
+        if holds { Ok(()) } else { Err(self.fault(file, what)) }
+    }
+
     /// What `interpret` makes of each file, in order, or the problems of all that cannot be read.
     pub(super) fn states<T: Send>(
         &self,

@@ -223,27 +223,20 @@ impl RankJob<'_> {
         let (first, said) = (self.found[0].0, &states[0]);
         let (arguments, iteration) = (said.arguments.clone(), said.iteration);
         for ((file, _), said) in self.found.iter().zip(&states) {
-            if said.iteration != iteration {
-                let (own, of_first) = (shown(said.iteration), shown(iteration));
-                let what =
-                    format!("iteration {own}, and {} has {of_first}: they are of different saves", self.path(first));
-                return Err(self.fault(*file, what));
-            }
-            if said.arguments != arguments {
-                let what = format!("other arguments of the training than {}", self.path(first));
-                return Err(self.fault(*file, what));
-            }
+            let (own, of_first, path) = (shown(said.iteration), shown(iteration), self.path(first));
+            let what = format_args!("iteration {own}, and {path} has {of_first}: they are of different saves");
+            self.ensure(said.iteration == iteration, *file, what)?;
+            let what = format_args!("other arguments of the training than {path}");
+            self.ensure(said.arguments == arguments, *file, what)?;
         }
         let sizes = [arguments.tensor, arguments.pipeline, arguments.expert].map(|size| size.unwrap_or(1).max(1));
         let [tensor, pipeline, expert] = sizes;
-        if arguments.experts.is_some() && arguments.expert_tensor.is_some_and(|size| size != tensor) {
-            let what = "experts on other ranks of tensor parallelism than the rest, which is not read";
-            return Err(self.fault(first, what));
-        }
-        if let Some(groups) = arguments.query_groups.filter(|groups| groups % tensor != 0) {
-            let what = format!("keys and values of {groups} groups over {tensor} ranks, which is not read");
-            return Err(self.fault(first, what));
-        }
+        let is_alike = arguments.experts.is_none() || arguments.expert_tensor.is_none_or(|size| size == tensor);
+        let what = "experts on other ranks of tensor parallelism than the rest, which is not read";
+        self.ensure(is_alike, first, what)?;
+        let groups = arguments.query_groups.unwrap_or(0);
+        let what = format_args!("keys and values of {groups} groups over {tensor} ranks, which is not read");
+        self.ensure(groups % tensor == 0, first, what)?;
         let mut ranks = Ranks::new();
         for ((file, name), said) in self.found.iter().zip(states) {
             let RankFile::Megatron(numbers) = name else { continue };
@@ -257,10 +250,8 @@ impl RankJob<'_> {
                     return Err(self.fault(*file, what));
                 }
             };
-            if rank.0 >= tensor || rank.1 >= pipeline || rank.2 >= expert {
-                let what = format!("a rank beyond those of its arguments, {sizes:?} (tensor, pipeline, expert)");
-                return Err(self.fault(*file, what));
-            }
+            let what = format_args!("a rank beyond those of its arguments, {sizes:?} (tensor, pipeline, expert)");
+            self.ensure(rank.0 < tensor && rank.1 < pipeline && rank.2 < expert, *file, what)?;
             if let Some((other, _)) = ranks.insert(rank, (*file, said)) {
                 return Err(self.fault(*file, format_args!("of the same rank as {}", self.path(other))));
             }
@@ -295,32 +286,27 @@ impl RankJob<'_> {
                 let (name, expert) = match expert_of(&name) {
                     Some((name, number)) => {
                         let each = arguments.experts.unwrap_or(0) / expert_ranks;
-                        if number >= each {
-                            let what = format_args!("expert {number} of {each} on each rank: {name}");
-                            return Err(self.fault(*file, what));
-                        }
+                        let what = format_args!("expert {number} of {each} on each rank: {name}");
+                        self.ensure(number < each, *file, what)?;
                         (name, Some(expert_rank * each + number))
                     }
-                    None if name.contains(".mlp.experts.") => {
+                    None => {
                         let what = format_args!("{name}: experts in one matrix, which is not read");
-                        return Err(self.fault(*file, what));
+                        self.ensure(!name.contains(".mlp.experts."), *file, what)?;
+                        (name, None)
                     }
-                    None => (name, None),
                 };
                 // What is no expert is the same on all ranks of expert parallelism.
                 if expert.is_none() && *expert_rank > 0 {
                     let shape = |part: Option<&Saved>| part.map(|(_, saved)| saved.tensor.shape.clone());
                     let first = shape(tensors.get(&name).and_then(|parts| parts.get(&(*tensor, None))));
-                    if first != shape(Some(&part)) {
-                        let what = format_args!("{name}: another shape than on the first rank of expert parallelism");
-                        return Err(self.fault(*file, what));
-                    }
+                    let what = format_args!("{name}: another shape than on the first rank of expert parallelism");
+                    self.ensure(first == shape(Some(&part)), *file, what)?;
                     continue;
                 }
-                if tensors.entry(name.clone()).or_default().insert((*tensor, expert), part).is_some() {
-                    let what = format_args!("{name} is there again, on another stage of the pipeline");
-                    return Err(self.fault(*file, what));
-                }
+                let is_new = tensors.entry(name.clone()).or_default().insert((*tensor, expert), part).is_none();
+                let what = format_args!("{name} is there again, on another stage of the pipeline");
+                self.ensure(is_new, *file, what)?;
             }
         }
         Ok(tensors)
@@ -333,14 +319,11 @@ impl RankJob<'_> {
             for (chunk, tensors) in said.chunks.iter().enumerate() {
                 let layers: BTreeSet<u64> = tensors.iter().filter_map(|(name, _)| layer_of(name)).collect();
                 let count = layers.len() as u64;
-                if layers.iter().copied().ne(0..count) {
-                    let what = format_args!("expected layers that count from 0, found {layers:?}");
-                    return Err(self.fault(*file, what));
-                }
-                if *counts.entry((chunk, *pipeline)).or_insert(count) != count {
-                    let what = format_args!("{count} layers, others than on the other ranks of its stage");
-                    return Err(self.fault(*file, what));
-                }
+                let what = format_args!("expected layers that count from 0, found {layers:?}");
+                self.ensure(layers.iter().copied().eq(0..count), *file, what)?;
+                let of_stage = *counts.entry((chunk, *pipeline)).or_insert(count);
+                let what = format_args!("{count} layers, others than on the other ranks of its stage");
+                self.ensure(of_stage == count, *file, what)?;
             }
         }
         let mut offsets = BTreeMap::new();
@@ -350,10 +333,9 @@ impl RankJob<'_> {
             total += count;
         }
         let (file, said) = &ranks[&(0, 0, 0)];
-        if let Some(layers) = said.arguments.layers.filter(|layers| *layers != total) {
-            let what = format_args!("{total} layers on all stages, and the arguments say {layers}");
-            return Err(self.fault(*file, what));
-        }
+        let layers = said.arguments.layers.unwrap_or(total);
+        let what = format_args!("{total} layers on all stages, and the arguments say {layers}");
+        self.ensure(layers == total, *file, what)?;
         Ok(offsets)
     }
 }

@@ -5,7 +5,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
-    fmt::Display,
     ops::Range,
 };
 
@@ -333,21 +332,17 @@ impl Zero<'_> {
             let what = "expected the model states of rank 0, which name the parameters: the save did not finish, or not all files were copied";
             return Err(Problem::of_file("*_model_states.pt", what));
         };
-        if self.parameters.is_empty() && model.states.tensor_ranks.is_some_and(|ranks| ranks > 1) {
-            let what = "a model that is split over ranks (mp_world_size), by what is in no file: ds_to_universal.py puts it together";
-            return Err(self.job.fault(*first, what));
-        }
+        let what = "a model that is split over ranks (mp_world_size), by what is in no file: ds_to_universal.py puts it together";
+        let is_whole = !self.parameters.is_empty() || model.states.tensor_ranks.is_none_or(|ranks| ranks <= 1);
+        self.job.ensure(is_whole, *first, what)?;
         for (file, other) in self.models.values() {
-            if other.states.steps != model.states.steps {
-                let (left, right) = (shown(model.states.steps), shown(other.states.steps));
-                let of_first = self.job.path(*first);
-                let what = format_args!("step {right}, and {of_first} has step {left}: they are of different saves");
-                return Err(self.job.fault(*file, what));
-            }
+            let [left, right] = [model, other].map(|of| of.states.steps);
+            let (of_first, of_left, of_right) = (self.job.path(*first), shown(left), shown(right));
+            let what = format_args!("step {of_right}, and {of_first} has step {of_left}: they are of different saves");
+            self.job.ensure(left == right, *file, what)?;
             // Which of them are others too is in the file of rank 0 only.
-            if other.states.groups != model.states.groups {
-                return Err(self.job.fault(*file, format_args!("other parameters than {}", self.job.path(*first))));
-            }
+            let is_same = other.states.groups == model.states.groups;
+            self.job.ensure(is_same, *file, format_args!("other parameters than {of_first}"))?;
         }
         if self.parameters.is_empty() { self.check_optimizers() } else { Ok(()) }
     }
@@ -376,14 +371,12 @@ impl Zero<'_> {
             return Err(Problem::of_file("*_optim_states.pt", what));
         }
         for OptimizerFile { file: other, states, .. } in self.optimizers.values() {
-            let [own, of_first] = [states, first].map(|of| (of.stage, &of.partitions, of.flat.len()));
-            if own != of_first || states.paddings != first.paddings {
-                let text = |(stage, partitions, vectors): (u64, &Vec<u64>, usize)| {
-                    format!("ZeRO {stage} of {partitions:?} partitions in {vectors} vectors")
-                };
-                let what = format!("says {}, and {} says {}", text(own), self.job.path(*file), text(of_first));
-                return Err(self.job.fault(*other, what));
-            }
+            let [own, of_first] = [states, first].map(|of| {
+                let (stage, partitions, vectors) = (of.stage, &of.partitions, of.flat.len());
+                format!("ZeRO {stage} of {partitions:?} partitions in {vectors} vectors")
+            });
+            let what = format_args!("says {own}, and {} says {of_first}", self.job.path(*file));
+            self.job.ensure(own == of_first && states.paddings == first.paddings, *other, what)?;
         }
         Ok(())
     }
@@ -427,10 +420,8 @@ impl Zero<'_> {
         for (number, (file, saved)) in partitions.enumerate() {
             let (found, segment) =
                 flat(file, saved, &format!("partition {number}")).map_err(|what| self.job.fault(file, what))?;
-            if number > 0 && all.dtype != found {
-                let what = format_args!("partitions of different types, {found} among them");
-                return Err(self.job.fault(file, what));
-            }
+            let what = format_args!("partitions of different types, {found} among them");
+            self.job.ensure(number == 0 || all.dtype == found, file, what)?;
             all.dtype = found;
             all.push(segment);
         }
@@ -459,22 +450,15 @@ impl Zero<'_> {
                     list.iter().flat_map(|(of, groups)| groups.clone().map(|group| (of.file, &of.flat[key][group])));
                 let flat = self.flat(files)?;
                 let master = vectors.first().map_or(&flat, |(_, flats)| &flats[number]);
-                if flat.starts != master.starts || flat.len < master.len || flat.len > master.len && !cut {
-                    let (expected, found) = (master.len, flat.len);
-                    let what =
-                        format_args!("{key}: expected {expected} elements, as of the master weights, found {found}");
-                    return Err(self.job.fault(list[0].0.file, what));
-                }
+                let (expected, found) = (master.len, flat.len);
+                let is_equal = flat.starts == master.starts && (found == expected || found > expected && cut);
+                let what = format_args!("{key}: expected {expected} elements, as of the master weights, found {found}");
+                self.job.ensure(is_equal, list[0].0.file, what)?;
                 flats.push(flat);
             }
             vectors.push((key, flats));
         }
         Ok(vectors)
-    }
-
-    /// What is wrong with the model states of the first rank.
-    fn of_first(&self, what: impl Display) -> Problem {
-        self.job.fault(self.models[&0].0, what)
     }
 
     /// Takes a parameter from these parts of flat vectors, which follow each other.
@@ -492,10 +476,8 @@ impl Zero<'_> {
             boxes.extend(interval_boxes(shape, (at, at + part.len), (part.file, part.start), element_bytes));
             at += part.len;
         }
-        if tensors.insert(name.clone(), (dtype, shape.clone(), boxes)).is_some() {
-            return Err(self.of_first(format_args!("parameter {name:?} is there twice")));
-        }
-        Ok(())
+        let is_new = tensors.insert(name.clone(), (dtype, shape.clone(), boxes)).is_none();
+        self.job.ensure(is_new, self.models[&0].0, format_args!("parameter {name:?} is there twice"))
     }
 
     /// Takes the single numbers that the optimizer keeps of a parameter's group.
@@ -510,7 +492,8 @@ impl Zero<'_> {
     fn elements(&self, (name, shape): &Shaped) -> Result<u64, Problem> {
         let count = shape.iter().try_fold(1u64, |count, extent| count.checked_mul(*extent));
         let count = count.filter(|count| *count < 1 << 60);
-        count.ok_or_else(|| self.of_first(format_args!("parameter {name:?}: a shape of {shape:?}")))
+        let first = self.models[&0].0;
+        count.ok_or_else(|| self.job.fault(first, format_args!("parameter {name:?}: a shape of {shape:?}")))
     }
 
     /// Takes parameters, each with its group and the elements that follow it, which lie one after the other in the vectors of each
@@ -528,10 +511,8 @@ impl Zero<'_> {
             let count = self.elements(shaped)?;
             let each = count.div_ceil(ranks);
             let end = at.saturating_add(each);
-            if end > len {
-                let message = format!("{has}, and parameter {:?} needs those from {at} to {end}", shaped.0);
-                return Err(self.job.fault(self.first().file, message));
-            }
+            let what = format_args!("{has}, and parameter {:?} needs those from {at} to {end}", shaped.0);
+            self.job.ensure(end <= len, self.first().file, what)?;
             for (key, flats) in vectors {
                 let left = |rank: u64| count.saturating_sub(each * rank).min(each);
                 let parts: Vec<Segment> =
@@ -548,11 +529,9 @@ impl Zero<'_> {
     fn parameters_of_2(&self, model: &ModelFile, tensors: &mut Tensors) -> Result<(), Problem> {
         let OptimizerFile { file: first, states, .. } = self.first();
         let groups = &model.states.groups;
-        if states.flat.len() != groups.len() {
-            let message =
-                format!("expected partitions of {} groups of parameters, found {}", groups.len(), states.flat.len());
-            return Err(self.job.fault(*first, message));
-        }
+        let (expected, found) = (groups.len(), states.flat.len());
+        let what = format_args!("expected partitions of {expected} groups of parameters, found {found}");
+        self.job.ensure(found == expected, *first, what)?;
         // Partitions end at multiples of this, and the last of a group may be cut where the parameters end.
         let align = 2 * self.optimizers.len() as u64;
         for (number, group) in groups.iter().enumerate() {
@@ -560,23 +539,16 @@ impl Zero<'_> {
             let vectors = self.vectors(&[of_ranks], true)?;
             let len = vectors[0].1[0].len;
             let paddings = states.paddings.as_ref().and_then(|paddings| paddings.get(number));
-            if let Some(paddings) = paddings.filter(|paddings| paddings.len() != group.len()) {
-                let message = format!(
-                    "expected {} paddings of parameters in group {number}, found {}",
-                    group.len(),
-                    paddings.len()
-                );
-                return Err(self.job.fault(*first, message));
-            }
+            let (expected, found) = (group.len(), paddings.map_or(group.len(), Vec::len));
+            let what = format_args!("expected {expected} paddings of parameters in group {number}, found {found}");
+            self.job.ensure(found == expected, *first, what)?;
             let padded = |(place, shaped)| (number, shaped, paddings.map_or(0, |paddings| paddings[place]));
             let has = format!("group {number} has {len} elements on all ranks");
             let at = self.place(group.iter().enumerate().map(padded), &vectors, &has, tensors)?;
-            if at.div_ceil(align) != len.div_ceil(align) {
-                let message = format!(
-                    "group {number}: its parameters have {at} elements, its partitions {len}: they are not of the same parameters"
-                );
-                return Err(self.job.fault(*first, message));
-            }
+            let what = format_args!(
+                "group {number}: its parameters have {at} elements, its partitions {len}: they are not of the same parameters"
+            );
+            self.job.ensure(at.div_ceil(align) == len.div_ceil(align), *first, what)?;
         }
         Ok(())
     }
@@ -587,22 +559,17 @@ impl Zero<'_> {
         let masters = &vectors[0].1;
         for (two, of) in masters.windows(2).zip(self.optimizers.values().skip(1)) {
             let Flat { len, dtype, .. } = two[1];
-            if (two[0].len, two[0].dtype) != (len, dtype) {
-                let message = format!("partitions of {len} elements of {dtype}, others than those of the ranks before");
-                return Err(self.job.fault(of.file, message));
-            }
+            let what = format_args!("partitions of {len} elements of {dtype}, others than those of the ranks before");
+            self.job.ensure((two[0].len, two[0].dtype) == (len, dtype), of.file, what)?;
         }
         let len = masters[0].len;
         let groups = model.states.groups.iter().enumerate();
         let parameters = groups.flat_map(|(number, group)| group.iter().map(move |shaped| (number, shaped, 0)));
         let at = self.place(parameters, &vectors, &format!("partitions of {len} elements"), tensors)?;
-        if at != len {
-            let message = format!(
-                "the parameters have {at} elements on each rank, the partitions {len}: they are not of the same parameters"
-            );
-            return Err(self.job.fault(self.first().file, message));
-        }
-        Ok(())
+        let what = format_args!(
+            "the parameters have {at} elements on each rank, the partitions {len}: they are not of the same parameters"
+        );
+        self.job.ensure(at == len, self.first().file, what)
     }
 
     /// Parameters that the optimizer has not: whole in the file of rank 0, or a part in that of each rank.
@@ -626,29 +593,22 @@ impl Zero<'_> {
             }
             if !is_parted {
                 let saved = &model.frozen[number];
-                if saved.tensor.shape != shaped.1 {
-                    let (name, found) = (&shaped.0, &saved.tensor.shape);
-                    let what = format_args!("frozen parameter {name:?}: expected {:?}, found {found:?}", shaped.1);
-                    return Err(self.of_first(what));
-                }
+                let ((name, expected), found) = (shaped, &saved.tensor.shape);
+                let what = format_args!("frozen parameter {name:?}: expected {expected:?}, found {found:?}");
+                self.job.ensure(found == expected, first, what)?;
                 tensors.insert(shaped.0.clone(), assembled_whole(first, saved));
                 continue;
             }
             for (file, other) in self.models.values() {
-                if other.states.frozen.get(number).map(|(shaped, _)| shaped) != Some(shaped) {
-                    let what = format_args!("other frozen parameters than {}", self.job.path(first));
-                    return Err(self.job.fault(*file, what));
-                }
+                let is_same = other.states.frozen.get(number).map(|(shaped, _)| shaped) == Some(shaped);
+                let what = format_args!("other frozen parameters than {}", self.job.path(first));
+                self.job.ensure(is_same, *file, what)?;
             }
             let flat = self.flat(self.models.values().map(|(file, model)| (*file, &model.frozen[number])))?;
             let count = self.elements(shaped)?;
-            if flat.len < count {
-                let message = format!(
-                    "frozen parameter {:?}: expected {count} elements on all ranks, found {}",
-                    shaped.0, flat.len
-                );
-                return Err(self.job.fault(first, message));
-            }
+            let (name, found) = (&shaped.0, flat.len);
+            let what = format_args!("frozen parameter {name:?}: expected {count} elements on all ranks, found {found}");
+            self.job.ensure(found >= count, first, what)?;
             self.add(shaped, flat.dtype, &flat.parts(0, count), tensors)?;
         }
         Ok(())
@@ -678,11 +638,9 @@ impl Zero<'_> {
             let shaped = (name.clone(), shape.clone());
             let count = self.elements(&shaped)?;
             let (dtype, segment) = flat(*file, saved, name).map_err(|what| self.job.fault(*file, what))?;
-            if segment.len != count {
-                let found = &tensor.shape;
-                let what = format_args!("tensor {name:?}: expected {shape:?} by the model states, found {found:?}");
-                return Err(self.job.fault(*file, what));
-            }
+            let found = &tensor.shape;
+            let what = format_args!("tensor {name:?}: expected {shape:?} by the model states, found {found:?}");
+            self.job.ensure(segment.len == count, *file, what)?;
             self.add(&shaped, dtype, &[segment], tensors)?;
         }
         Ok(())
