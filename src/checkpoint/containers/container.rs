@@ -180,14 +180,10 @@ impl Contents {
         Self { container, table, ..Self::default() }
     }
 
-    /// Notes that these weight files are left out.
-    pub(crate) fn leave_out(&mut self, files: impl IntoIterator<Item = FileId>, reason: IgnoreReason) {
-        self.unused.extend(files.into_iter().map(|file| (file, reason)));
-    }
-
-    /// Notes the copies that are left out.
+    /// Notes the copies and the variants that are left out.
     pub(crate) fn take(&mut self, copies: Copies) {
         self.partial.extend(copies.files());
+        self.unused.extend(copies.variants.into_iter().map(|file| (file, IgnoreReason::OtherVariant)));
         self.warnings.extend(copies.warnings);
     }
 }

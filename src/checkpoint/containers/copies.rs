@@ -23,6 +23,8 @@ pub(crate) type Row<'a> = (&'a str, FileId);
 pub(crate) struct Copies {
     /// Tensors that are no part of the model, by file.
     dropped: HashMap<FileId, HashSet<String>>,
+    /// Files that are variants of others, none of whose tensors are.
+    pub(crate) variants: BTreeSet<FileId>,
     /// Names whose copy is another than that of the index.
     pub(crate) decided: HashSet<String>,
     /// What the user should know.
@@ -32,12 +34,12 @@ pub(crate) struct Copies {
 impl Copies {
     /// Whether a tensor of a file is the model's.
     pub(crate) fn keeps(&self, file: FileId, name: &str) -> bool {
-        self.dropped.get(&file).is_none_or(|names| !names.contains(name))
+        !self.variants.contains(&file) && self.dropped.get(&file).is_none_or(|names| !names.contains(name))
     }
 
     /// The files that hold more than is shown.
-    pub(crate) fn files(&self) -> BTreeSet<FileId> {
-        self.dropped.keys().copied().collect()
+    pub(crate) fn files(&self) -> impl Iterator<Item = FileId> {
+        self.dropped.keys().copied()
     }
 
     fn drop(&mut self, file: FileId, name: &str) {
@@ -45,7 +47,8 @@ impl Copies {
     }
 }
 
-/// Chooses among copies. Rows are of the weight files, whose ids are in the natural order of their paths.
+/// Chooses among copies, and without an index among variants. Rows are of the weight files, whose ids are in the natural order of
+/// their paths.
 pub(crate) fn choose<'p>(
     mut rows: Vec<Row<'_>>,
     path: &dyn Fn(FileId) -> &'p str,
@@ -53,11 +56,15 @@ pub(crate) fn choose<'p>(
     rule: Option<Duplicates>,
     problems: &mut Problems,
 ) -> Copies {
+    let mut copies = Copies::default();
+    if index.is_none() {
+        copies.variants = variants(&rows, path);
+        rows.retain(|(_, file)| !copies.variants.contains(file));
+    }
     rows.par_sort_unstable();
     let named: HashMap<&str, &str> = index.map_or_else(HashMap::new, |index| {
         index.tensors.iter().map(|(name, file)| (&**name, index.files[*file as usize].as_str())).collect()
     });
-    let mut copies = Copies::default();
     let mut of_index = Expected::default();
     let mut of_last = Expected::default();
     for found in rows.chunk_by(|left, right| left.0 == right.0) {
@@ -142,7 +149,7 @@ fn kind(name: &str) -> String {
 
 /// The files that are variants of other files which hold all of their tensors: `model.fp16.safetensors` beside
 /// `model.safetensors`. Engines take a variant only on request.
-pub(crate) fn variants<'p>(rows: &[Row<'_>], path: &dyn Fn(FileId) -> &'p str) -> BTreeSet<FileId> {
+fn variants<'p>(rows: &[Row<'_>], path: &dyn Fn(FileId) -> &'p str) -> BTreeSet<FileId> {
     /// The files of each variant.
     type Variants<'a> = BTreeMap<Option<&'a str>, BTreeSet<FileId>>;
     let mut sets: BTreeMap<(&str, &str), Variants<'_>> = BTreeMap::new();
@@ -218,7 +225,7 @@ mod tests {
             ["layers.0.a", "layers.1.a", "layers.1.junk", "junk"].map(|name| copies.keeps(FileId(0), name)).into();
         assert_eq!(kept, [true, true, false, true]);
         assert_eq!(copies.warnings.len(), 1);
-        assert_eq!(copies.files(), BTreeSet::from([FileId(0)]));
+        assert_eq!(copies.files().collect::<Vec<_>>(), [FileId(0)]);
     }
 
     #[test]

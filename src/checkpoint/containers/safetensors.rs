@@ -14,9 +14,7 @@ use super::super::{
         is_safetensors,
     },
     container::Contents,
-    copies::{self, Row},
-    dcp,
-    file::IgnoreReason,
+    copies, dcp,
     folder::{Folder, PinnedFiles},
     foreign,
     header::{read_header, table_of},
@@ -120,17 +118,13 @@ pub(crate) fn read(
     }
     let path = |id: FileId| files.path(id);
     let mut contents = Contents { file_metadata, ..Contents::default() };
-    if index.is_none() {
-        let variants = copies::variants(&rows_of(&headers), &path);
-        headers.retain(|(id, _)| !variants.contains(id));
-        contents.leave_out(variants, IgnoreReason::OtherVariant);
-    }
     contents.table = table_of(&headers, &|_, _| true, problems);
     if index.is_some_and(|(_, index)| files.agree_with_index(index, &contents.table)) {
         return contents;
     }
-    let copies = copies::choose(rows_of(&headers), &path, index.map(|(_, index)| index), duplicates, problems);
-    if !copies.files().is_empty() {
+    let rows = headers.iter().flat_map(|(id, header)| header.tensors().map(move |tensor| (tensor.name, *id))).collect();
+    let copies = copies::choose(rows, &path, index.map(|(_, index)| index), duplicates, problems);
+    if copies.files().chain(copies.variants.iter().copied()).next().is_some() {
         contents.table = table_of(&headers, &|id, name| copies.keeps(id, name), problems);
     }
     if let Some((name, index)) = index {
@@ -138,9 +132,4 @@ pub(crate) fn read(
     }
     contents.take(copies);
     contents
-}
-
-/// The tensors of these files.
-fn rows_of(headers: &[(FileId, Header)]) -> Vec<Row<'_>> {
-    headers.iter().flat_map(|(id, header)| header.tensors().map(|tensor| (tensor.name, *id))).collect()
 }

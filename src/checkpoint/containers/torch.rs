@@ -9,7 +9,7 @@ use super::super::{
     archive::{self, ArchiveSpan},
     choose::{Indexed, TORCH_INDEX_SUFFIX, at_top, choose_indexed, choose_variant, variant_flags},
     container::{Container, Contents, LeftOut, is_torch},
-    copies::{self, Row},
+    copies,
     file::{FileRole, IgnoreReason},
     folder::{Folder, PinnedFiles},
     foreign,
@@ -91,20 +91,16 @@ pub(crate) fn read(
     let items: Vec<ArchiveSpan> = files.ids().map(|file| ArchiveSpan::whole(files.source, file)).collect();
     let read = archive::read_items(files.source, &items);
     let path = |id: FileId| files.path(id);
-    let rows = || -> Vec<Row<'_>> {
-        let found = items.iter().zip(&read).filter_map(|(item, found)| Some((item.file, found.as_ref().ok()?)));
-        let all =
-            found.flat_map(|(file, found)| found.tensors.iter().map(move |saved| (saved.tensor.name.as_str(), file)));
-        all.filter(|(name, _)| training_state || !is_optimizer_state(name)).collect()
-    };
-    let variants = if index.is_none() { copies::variants(&rows(), &path) } else { BTreeSet::new() };
-    let own: Vec<Row<'_>> = rows().into_iter().filter(|(_, file)| !variants.contains(file)).collect();
-    let copies = copies::choose(own, &path, index.map(|(_, index)| index), duplicates, problems);
+    let found = items.iter().zip(&read).filter_map(|(item, found)| Some((item.file, found.as_ref().ok()?)));
+    let rows =
+        found.flat_map(|(file, found)| found.tensors.iter().map(move |saved| (saved.tensor.name.as_str(), file)));
+    let rows = rows.filter(|(name, _)| training_state || !is_optimizer_state(name)).collect();
+    let copies = copies::choose(rows, &path, index.map(|(_, index)| index), duplicates, problems);
     let mut builder = MosaicBuilder::new(files.source, problems);
     let mut left_out = Vec::new();
     let mut broken = BTreeSet::new();
     for (item, found) in items.iter().zip(read) {
-        if variants.contains(&item.file) {
+        if copies.variants.contains(&item.file) {
             continue;
         }
         let found = match found {
@@ -140,7 +136,6 @@ pub(crate) fn read(
         files.compare_with_index(name, index, (&table, &copies.decided), &broken, problems);
     }
     let mut contents = Contents { left_out, ..Contents::new(Container::Torch, table) };
-    contents.leave_out(variants, IgnoreReason::OtherVariant);
     contents.take(copies);
     contents
 }
