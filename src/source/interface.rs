@@ -369,6 +369,18 @@ impl dyn Source + '_ {
         self.fetch(file, &mut [FetchPart { start, target }])
     }
 
+    /// `len` bytes from `start` on.
+    ///
+    /// # Errors
+    /// As [`Source::fetch`].
+    ///
+    /// # Panics
+    /// If there are more than there are addresses. The caller knows that they fit memory.
+    pub fn read_bytes(&self, file: FileId, start: u64, len: u64) -> Result<Vec<u8>, SourceError> {
+        let mut bytes = vec![0; usize::try_from(len).expect("bytes fit memory")];
+        self.read_into(file, start, &mut bytes).map(|()| bytes)
+    }
+
     /// All bytes of a file of at most `bytes_max`, which fit memory.
     ///
     /// # Errors
@@ -381,9 +393,7 @@ impl dyn Source + '_ {
         if len > bytes_max {
             return Err(format!("expected at most {bytes_max} bytes, found {len}"));
         }
-        let mut bytes = vec![0; usize::try_from(len).expect("the limit fits memory")];
-        self.read_into(file, 0, &mut bytes).map_err(|error| error.to_string())?;
-        Ok(bytes)
+        self.read_bytes(file, 0, len).map_err(|error| error.to_string())
     }
 
     /// How byte `at` of a file is stored, if the source decodes it from a chunk.

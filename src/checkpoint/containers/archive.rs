@@ -4,7 +4,7 @@
 //! file ask for neighbouring spans, which are fetched as one. Groups of archives are read at the same time.
 
 use ckfs_format::torch::read::{Allowed, OpenedArchive, SavedContents, TorchArchive};
-use ckfs_source::{FetchPart, FileId, Source};
+use ckfs_source::{FileId, Source};
 use rayon::{
     iter::{IndexedParallelIterator, IntoParallelRefIterator, ParallelIterator},
     slice::ParallelSlice,
@@ -31,6 +31,20 @@ impl ArchiveSpan {
     /// All of a file.
     pub(crate) fn whole(source: &dyn Source, file: FileId) -> Self {
         Self { file, start: 0, len: source.len_bytes(file) }
+    }
+
+    /// Why it is not in its file, if it is not.
+    fn outside(&self, source: &dyn Source) -> Option<String> {
+        let Self { file, start, len } = *self;
+        let len_bytes = source.len_bytes(file);
+        let is_inside = start.checked_add(len).is_some_and(|end| end <= len_bytes);
+        (!is_inside).then(|| format!("expected {len} bytes at {start}, found a file of {len_bytes}"))
+    }
+
+    /// Its bytes, which fit memory, or why they cannot be read.
+    pub(crate) fn read(&self, source: &dyn Source) -> Result<Vec<u8>, String> {
+        let read = || source.read_bytes(self.file, self.start, self.len).map_err(|error| error.to_string());
+        self.outside(source).map_or_else(read, Err)
     }
 }
 
@@ -80,11 +94,7 @@ fn read_group(
 
 impl Reading {
     fn of(source: &dyn Source, item: &ArchiveSpan, archive: TorchArchive) -> Self {
-        let len_bytes = source.len_bytes(item.file);
-        let inside = item.start.checked_add(item.len).is_some_and(|end| end <= len_bytes);
-        let (start, len) = (item.start, item.len);
-        let failed = (!inside).then(|| format!("expected {len} bytes at {start}, found a file of {len_bytes}"));
-        Self { item: *item, archive, failed }
+        Self { item: *item, archive, failed: item.outside(source) }
     }
 
     fn wants(&self) -> bool {
@@ -131,15 +141,14 @@ fn supply(source: &dyn Source, group: &mut [Reading]) {
         }
         let (run, rest) = left.split_at(count);
         left = rest;
-        let len = usize::try_from(end - head.start).expect("archives ask for at most what they may hold in memory");
-        let mut bytes = vec![0; len];
-        let part = FetchPart { start: head.start, target: &mut bytes };
-        if let Err(error) = source.fetch(head.file, &mut [part]) {
-            for wanted in run {
-                group[wanted.archive].failed = Some(error.to_string());
+        // Archives ask for at most what they may hold in memory.
+        let bytes = match source.read_bytes(head.file, head.start, end - head.start) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                run.iter().for_each(|wanted| group[wanted.archive].failed = Some(error.to_string()));
+                continue;
             }
-            continue;
-        }
+        };
         for wanted in run {
             let at = |position: u64| usize::try_from(position - head.start).expect("inside the bytes fetched");
             supplied[wanted.archive][wanted.place] = bytes[at(wanted.start)..at(wanted.end)].to_vec();

@@ -8,7 +8,10 @@ use std::{
 };
 
 use ckfs_format::{
-    dcp::read::{DcpChunk, DcpObject, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
+    dcp::{
+        read::{DcpChunk, DcpObject, DcpState, DcpTensor, FILES_OF_SHARDS, SHARDING_INFO},
+        write::DcpSegment,
+    },
     safetensors::Header,
     torch::{
         megatron,
@@ -153,7 +156,9 @@ pub(crate) fn read(files: &PinnedFiles<'_>, training_state: bool, problems: &mut
     let ids = file_ids(files, &state, training_state, problems);
     let arguments = arguments(files, &state, &ids);
     let objects = if training_state { objects(files, &state, &ids, problems) } else { BTreeMap::new() };
-    let items = items(&state, &ids);
+    // The archives of all chunks whose files are there, in the order of tensors and chunks.
+    let chunks = state.tensors.iter().flat_map(|tensor| &tensor.chunks);
+    let items: Vec<ArchiveSpan> = chunks.filter_map(|chunk| span_of(&chunk.segment, &ids)).collect();
     let read = archive::read_items(files.source, &items);
     let mut builder = MosaicBuilder::new(files.source, problems);
     let mut read = items.iter().zip(read);
@@ -207,18 +212,12 @@ fn objects(
     }
     let mut objects = BTreeMap::new();
     for DcpObject { name, segment } in &state.objects {
-        let Some(file) = ids[segment.file as usize] else { continue };
-        let len_bytes = files.source.len_bytes(file);
-        let inside = segment.offset.checked_add(segment.len).is_some_and(|end| end <= len_bytes);
-        let mut bytes = vec![0; if inside { usize::try_from(segment.len).unwrap_or(0) } else { 0 }];
-        let read = if inside {
-            files.source.read_into(file, segment.offset, &mut bytes).map_err(|error| error.to_string())
-        } else {
-            Err(format!("expected {} bytes at {}, found a file of {len_bytes}", segment.len, segment.offset))
-        };
-        match read {
-            Ok(()) => _ = objects.insert(name.clone(), bytes.into()),
-            Err(message) => problems.of_file(files.source.path(file).display(), format!("member {name:?}: {message}")),
+        let Some(span) = span_of(segment, ids) else { continue };
+        match span.read(files.source) {
+            Ok(bytes) => _ = objects.insert(name.clone(), bytes.into()),
+            Err(message) => {
+                problems.of_file(files.source.path(span.file).display(), format!("member {name:?}: {message}"));
+            }
         }
     }
     objects
@@ -234,9 +233,7 @@ fn arguments(
     // Megatron-FSDP has no file of its own for them.
     let object = || {
         let DcpObject { segment, .. } = state.objects.iter().find(|object| object.name == ARGUMENTS)?;
-        let (file, number) = (ids[segment.file as usize]?, segment.file as usize);
-        let span = ArchiveSpan { file, start: segment.offset, len: segment.len };
-        Some((span, format!("{}, {ARGUMENTS}", state.files[number]), false))
+        Some((span_of(segment, ids)?, format!("{}, {ARGUMENTS}", state.files[segment.file as usize]), false))
     };
     if let Some((span, name, has_members)) = common.or_else(object) {
         let of = |opened: &OpenedArchive| {
@@ -312,14 +309,9 @@ fn file_ids(
     state.files.iter().zip(tensors).map(id).collect()
 }
 
-/// The archives of all chunks whose files are there, in the order of tensors and chunks.
-fn items(state: &DcpState, ids: &[Option<FileId>]) -> Vec<ArchiveSpan> {
-    let chunks = state.tensors.iter().flat_map(|tensor| &tensor.chunks);
-    let item = |chunk: &DcpChunk| {
-        let file = ids[chunk.segment.file as usize]?;
-        Some(ArchiveSpan { file, start: chunk.segment.offset, len: chunk.segment.len })
-    };
-    chunks.filter_map(item).collect()
+/// A segment, if its file is there.
+fn span_of(segment: &DcpSegment, ids: &[Option<FileId>]) -> Option<ArchiveSpan> {
+    Some(ArchiveSpan { file: ids[segment.file as usize]?, start: segment.offset, len: segment.len })
 }
 
 /// Where the chunk's elements are, by the archive that holds it.

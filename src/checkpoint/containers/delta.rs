@@ -118,8 +118,8 @@ impl DeltaTensor {
     /// As of [`DeltaTensor::decode`].
     pub(crate) fn decode_by_definition(&self, source: &dyn Source) -> Result<Vec<u8>, SourceError> {
         let read = |(file, span): (FileId, ByteSpan)| {
-            let mut bytes = vec![0; to_usize(span.len())];
-            read(source, (file, span), &mut bytes).map(|()| bytes)
+            let bytes = source.read_bytes(file, span.start(), span.len())?;
+            source.check(file).map(|()| bytes)
         };
         self.differences.iter().try_fold(read(self.base)?, |old, difference| {
             let stored = read((difference.file, difference.span))?;

@@ -28,9 +28,7 @@ pub(crate) fn read_header(source: &dyn Source, file: FileId, shown: impl fmt::Di
         source.read_into(file, 0, &mut prefix)?;
     }
     let len = Header::json_bytes(prefix, file_bytes).map_err(|error| refused(error.into()))?;
-    let mut json = vec![0; usize::try_from(len).expect("a header is at most 100 MB")];
-    source.read_into(file, 8, &mut json)?;
-    Header::parse(&json, file_bytes).map_err(refused)
+    Header::parse(&source.read_bytes(file, 8, len)?, file_bytes).map_err(refused)
 }
 
 /// The tensors of these files that are kept, in this order.

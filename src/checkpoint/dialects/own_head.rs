@@ -144,7 +144,8 @@ fn same_bytes(source: &dyn Source, left: &[Part], right: &[Part]) -> Result<bool
             at += len;
         }
     }
-    let is_same = |[left, right]: &[(FileId, u64, u64); 2]| Ok(read(source, *left)? == read(source, *right)?);
+    let read = |(file, start, len): (FileId, u64, u64)| source.read_bytes(file, start, len);
+    let is_same = |[left, right]: &[(FileId, u64, u64); 2]| Ok(read(*left)? == read(*right)?);
     let Some((first, others)) = windows.split_first() else { return Ok(true) };
     if !is_same(first)? {
         return Ok(false);
@@ -152,10 +153,4 @@ fn same_bytes(source: &dyn Source, left: &[Part], right: &[Part]) -> Result<bool
     // The first window that differs, or does not come, ends the search.
     let found = others.par_iter().map(is_same).find_any(|same| !matches!(same, Ok(true)));
     found.unwrap_or(Ok(true))
-}
-
-fn read(source: &dyn Source, (file, start, len): (FileId, u64, u64)) -> Result<Vec<u8>, SourceError> {
-    let mut bytes = vec![0; usize::try_from(len).expect("a window is a few megabytes")];
-    source.read_into(file, start, &mut bytes)?;
-    Ok(bytes)
 }

@@ -4,7 +4,6 @@ use std::{collections::BTreeSet, path::Path};
 
 use ckfs_format::dcp::read::METADATA as DCP_METADATA;
 use ckfs_source::{FileId, Source, SourceError};
-use ckfs_tensor::to_usize;
 
 use super::super::{
     file::FileRole,
@@ -144,8 +143,7 @@ pub(crate) fn of_head(name: &str, head: &[u8]) -> FileKind {
 /// # Errors
 /// The file cannot be read.
 pub(crate) fn of_file(source: &dyn Source, file: FileId, name: &str) -> Result<FileKind, SourceError> {
-    let mut head = vec![0; to_usize(source.len_bytes(file).min(HEAD_BYTES))];
-    source.read_into(file, 0, &mut head)?;
+    let head = source.read_bytes(file, 0, source.len_bytes(file).min(HEAD_BYTES))?;
     if let Some(text) = lfs_pointer(&head, source.remote().is_some()) {
         return Ok(FileKind::Foreign(text));
     }

@@ -14,7 +14,7 @@ use std::{
 
 use ckfs_format::gguf::{BlockType, Gguf, GgufError, GgufTensor, StoredAs};
 use ckfs_source::{ByteSpan, FileId, Source};
-use ckfs_tensor::{DType, to_usize};
+use ckfs_tensor::DType;
 use names::GgufModel;
 pub use names::{GgufChange, GgufFamily, GgufKey, GgufTarget, GgufTokenizer};
 
@@ -88,9 +88,7 @@ fn header(files: &PinnedFiles<'_>, file: FileId) -> Result<Gguf, Problem> {
     let source = files.source;
     let (file_bytes, mut len) = (source.len_bytes(file), READ_BYTES);
     loop {
-        let mut bytes = vec![0; to_usize(len.min(file_bytes))];
-        source.read_into(file, 0, &mut bytes)?;
-        match Gguf::parse(&bytes, file_bytes) {
+        match Gguf::parse(&source.read_bytes(file, 0, len.min(file_bytes))?, file_bytes) {
             Ok(header) => return Ok(header),
             Err(GgufError::Short) if len < HEADER_BYTES_MAX => len *= 4,
             Err(error @ (GgufError::Short | GgufError::Invalid(_))) => {

@@ -132,7 +132,6 @@ impl ChunkSource {
             return Ok(Arc::clone(found));
         }
         let chunk = &*decoded.chunk(key.1).expect("keys are of chunks that there are");
-        let stored_in = decoded.stored_in;
         let bytes = match (&decoded.coding, &chunk.bytes) {
             (FileCoding::Delta(tensor), _) => Ok(tensor.decode_by_definition(&*self.inner)?),
             // Blocks have one decoder, in which nothing is fast.
@@ -145,9 +144,7 @@ impl ChunkSource {
             (FileCoding::Blocks(_), CodedBytes::Inline(_)) => unreachable!("blocks are in files"),
             (FileCoding::Array(array), CodedBytes::Inline(bytes)) => array.decode_by_definition(bytes),
             (FileCoding::Array(array), CodedBytes::Span(span)) => {
-                let mut stored = vec![0; to_usize(span.len())];
-                self.inner.read_into(stored_in, span.start(), &mut stored)?;
-                array.decode_by_definition(&stored)
+                array.decode_by_definition(&self.inner.read_bytes(decoded.stored_in, span.start(), span.len())?)
             }
         };
         let bytes = Arc::new(bytes.map_err(|error| self.decoder.undecodable(decoded, chunk, error))?);
@@ -218,11 +215,10 @@ impl Source for ChunkSource {
     }
 
     fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
-        let Some(decoded) = self.decoded(file) else { return self.inner.fetch(file, parts) };
-        self.inner.health().usable(decoded.1.stored_in)?;
-        let mut wanted = BTreeMap::new();
-        self.split(file, decoded, parts, &mut wanted)?;
-        self.copy_all(wanted).map_err(|(_, error)| error)
+        if self.decoded(file).is_none() {
+            return self.inner.fetch(file, parts);
+        }
+        self.fetch_files(&mut [FileFetch { file, parts }]).map_err(|(_, error)| error)
     }
 
     fn fetch_files(&self, files: &mut [FileFetch<'_, '_>]) -> Result<(), (FileId, SourceError)> {
@@ -364,9 +360,7 @@ impl ChunkSource {
             let start = to_usize(span.start() - first * chunk_bytes);
             work(&chunk[start..start + to_usize(span.len())]);
         } else {
-            let mut copy = vec![0; to_usize(span.len())];
-            self.fetch(file, &mut [FetchPart { start: span.start(), target: &mut copy }])?;
-            work(&copy);
+            work(&(self as &dyn Source).read_bytes(file, span.start(), span.len())?);
         }
         Ok(())
     }

@@ -195,8 +195,8 @@ impl Universal<'_> {
         if len > INTEGER_BYTES_MAX || !is_whole || !(is_signed || UNSIGNED.contains(&tensor.dtype)) {
             return Err(format!("{name:?} of the module: {} {:?} are not converted", tensor.dtype, tensor.shape));
         }
-        let mut bytes = vec![0; usize::try_from(len).expect("at most 1 MiB")];
-        self.zero.job.files.source.read_into(file, span.start, &mut bytes).map_err(|error| error.to_string())?;
+        let source = self.zero.job.files.source;
+        let bytes = source.read_bytes(file, span.start, len).map_err(|error| error.to_string())?;
         let of = |bytes: &[u8]| {
             let mut wide = [0; 8];
             wide[..bytes.len()].copy_from_slice(bytes);
