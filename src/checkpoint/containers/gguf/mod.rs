@@ -98,9 +98,8 @@ fn header(files: &PinnedFiles<'_>, file: FileId) -> Result<Gguf, Problem> {
     }
 }
 
-/// A stored tensor, and where its elements are.
-struct Placed<'a> {
-    tensor: &'a GgufTensor,
+/// Where the elements of a stored tensor are.
+struct Placed {
     dtype: DType,
     file: FileId,
     start: u64,
@@ -138,7 +137,7 @@ pub(crate) fn read(
         }
     }
     let model = GgufModel::of(meta).and_then(|model| {
-        let is_unknown = |name: &&str| model.name(name).is_none() && !ROTARY.contains(name);
+        let is_unknown = |name: &&str| model.target(name).is_none() && !ROTARY.contains(name);
         match tensors().map(|(_, tensor)| tensor.name.as_str()).find(is_unknown) {
             Some(name) => Err(format!("the GGUF tensor {name} has no name in a repository here")),
             None => Ok(model),
@@ -147,21 +146,18 @@ pub(crate) fn read(
     let (mut left_out, mut warnings) = (Vec::new(), Vec::new());
     let mut layout = Layout { first: source.file_count(), ..Layout::default() };
     for (file, tensor) in tensors() {
-        let laid_out = match model.as_ref().map(|model| (model, model.name(&tensor.name))) {
-            Err(_) => layout.push(&tensor.name, &GgufChange::Nothing, (file, tensor), false),
-            Ok((model, Some((name, change)))) => {
-                layout.push(&name, &change, (file, tensor), model.is_one_more(&tensor.name))
-            }
-            Ok((_, None)) => {
-                left_out.push(tensor.name.clone());
-                continue;
-            }
+        let change = GgufChange::Nothing;
+        let as_it_is = || GgufTarget { name: tensor.name.clone(), change, expert: None, is_one_more: false };
+        let Some(target) = model.as_ref().map_or_else(|_| Some(as_it_is()), |model| model.target(&tensor.name)) else {
+            left_out.push(tensor.name.clone());
+            continue;
         };
+        let laid_out = layout.push(target, (file, tensor));
         if laid_out.is_none() {
             layout.wrong.push(tensor.name.clone());
         }
     }
-    layout.wrong.extend(layout.halves.values().map(|(.., tensor)| tensor.name.clone()));
+    layout.wrong.extend(layout.halves.values().map(|(_, (_, tensor))| tensor.name.clone()));
     for name in &layout.wrong {
         let what = "expected a shape that divides as the metadata says, and a second tensor of the same form where two become one";
         problems.push(Problem::Other(format!("{name}: {what}")));
@@ -212,7 +208,7 @@ struct Layout<'a> {
     decoded: Vec<DecodedFile>,
     shown: Vec<Shown>,
     /// Stored tensors whose second half was not met yet, by the name of the whole.
-    halves: BTreeMap<String, (usize, FileId, &'a GgufTensor)>,
+    halves: BTreeMap<String, (usize, (FileId, &'a GgufTensor))>,
     /// Names of stored tensors that are not as they must be.
     wrong: Vec<String>,
 }
@@ -221,10 +217,10 @@ impl<'a> Layout<'a> {
     /// A decoded file of a stored tensor, perhaps with another, and the elements of their rows; `None` for integers.
     fn decode(
         &mut self,
-        (file, tensor): (FileId, &'a GgufTensor),
+        (file, tensor): (FileId, &GgufTensor),
         is_one_more: bool,
         other: Option<(FileId, &GgufTensor, u64)>,
-    ) -> Option<Placed<'a>> {
+    ) -> Option<Placed> {
         let of = match tensor.stored {
             StoredAs::Blocks(of) => of,
             StoredAs::Elements(dtype) => BlockType::of_elements(dtype)?,
@@ -234,44 +230,38 @@ impl<'a> Layout<'a> {
         let number = FileId::at(self.first + self.decoded.len());
         let blocks = BlockTensor { name: tensor.name.clone(), of, file, span: span(tensor), is_one_more, other };
         self.decoded.push(DecodedFile::of_blocks(blocks));
-        Some(Placed { tensor, dtype: DType::F32, file: number, start: 0 })
+        Some(Placed { dtype: DType::F32, file: number, start: 0 })
     }
 
     /// The place of a tensor: in its file, or decoded.
-    fn place(&mut self, (file, tensor): (FileId, &'a GgufTensor), is_one_more: bool) -> Option<Placed<'a>> {
+    fn place(&mut self, (file, tensor): (FileId, &GgufTensor), is_one_more: bool) -> Option<Placed> {
         match tensor.stored {
-            StoredAs::Elements(dtype) if !is_one_more => Some(Placed { tensor, dtype, file, start: tensor.start }),
+            StoredAs::Elements(dtype) if !is_one_more => Some(Placed { dtype, file, start: tensor.start }),
             StoredAs::Elements(_) | StoredAs::Blocks(_) => self.decode((file, tensor), is_one_more, None),
         }
     }
 
     /// Adds a tensor under the names that it has; `None` if it is not as it must be.
-    fn push(
-        &mut self,
-        name: &str,
-        change: &GgufChange,
-        stored: (FileId, &'a GgufTensor),
-        is_one_more: bool,
-    ) -> Option<()> {
-        if stored.1.bytes == 0 && *change != GgufChange::Nothing {
+    fn push(&mut self, target: GgufTarget, stored: (FileId, &'a GgufTensor)) -> Option<()> {
+        let GgufTarget { name, change, is_one_more, .. } = target;
+        if stored.1.bytes == 0 && change != GgufChange::Nothing {
             return None;
         }
         if let GgufChange::Alternating(number) | GgufChange::KeysAndValues(number) = change {
-            let Some((first, file, half)) = self.halves.remove(name) else {
-                self.halves.insert(name.to_owned(), (*number, stored.0, stored.1));
+            let Some((first, half)) = self.halves.remove(&name) else {
+                self.halves.insert(name, (number, stored));
                 return Some(());
             };
-            if first == *number {
+            if first == number {
                 return None;
             }
-            let half = (file, half);
-            let (first, second) = if *number == 0 { (stored, half) } else { (half, stored) };
+            let (first, second) = if number == 0 { (stored, half) } else { (half, stored) };
             let is_alternating = matches!(change, GgufChange::Alternating(_));
             return if is_alternating { self.alternate(name, first, second) } else { self.join(name, first, second) };
         }
         let placed = self.place(stored, is_one_more)?;
-        let mut shape = placed.tensor.shape.clone();
-        let boxes = match (change, shape.as_slice()) {
+        let mut shape = stored.1.shape.clone();
+        let boxes = match (&change, shape.as_slice()) {
             (GgufChange::Unsqueezed, [_]) => {
                 shape.insert(0, 1);
                 vec![placed.part(0, &shape)]
@@ -306,14 +296,14 @@ impl<'a> Layout<'a> {
             }
             _ => return None,
         };
-        self.shown.push(Shown { name: name.to_owned(), dtype: placed.dtype, shape, boxes });
+        self.shown.push(Shown { name, dtype: placed.dtype, shape, boxes });
         Some(())
     }
 
     /// Rows of two tensors `[experts, rows, columns]` alternate as columns: `[experts, columns, 2 * rows]`. Those of biases have no columns.
     fn alternate(
         &mut self,
-        name: &str,
+        name: String,
         first: (FileId, &'a GgufTensor),
         (file, second): (FileId, &'a GgufTensor),
     ) -> Option<()> {
@@ -331,12 +321,12 @@ impl<'a> Layout<'a> {
         if let [_, middle, last] = &mut part.strides[..] {
             (*middle, *last) = (1, columns);
         }
-        self.shown.push(Shown { name: name.to_owned(), dtype: placed.dtype, shape, boxes: vec![part] });
+        self.shown.push(Shown { name, dtype: placed.dtype, shape, boxes: vec![part] });
         Some(())
     }
 
     /// The factors of keys `[heads, rank, rows]` and of values `[heads, rows, rank]` become `[heads * rows of both, rank]`.
-    fn join(&mut self, name: &str, keys: (FileId, &'a GgufTensor), values: (FileId, &'a GgufTensor)) -> Option<()> {
+    fn join(&mut self, name: String, keys: (FileId, &'a GgufTensor), values: (FileId, &'a GgufTensor)) -> Option<()> {
         let (&[heads @ 0..=PARTS_MAX, rank, of_keys], &[others, of_values, same]) =
             (&keys.1.shape[..], &values.1.shape[..])
         else {
@@ -354,12 +344,12 @@ impl<'a> Layout<'a> {
             [key, value]
         });
         let (boxes, shape) = (boxes.collect(), vec![heads * (of_keys + of_values), rank]);
-        self.shown.push(Shown { name: name.to_owned(), dtype: DType::F32, shape, boxes });
+        self.shown.push(Shown { name, dtype: DType::F32, shape, boxes });
         Some(())
     }
 }
 
-impl Placed<'_> {
+impl Placed {
     /// A box of these extents in row-major order, from an element on.
     fn part(&self, element: u64, extents: &[u64]) -> StoredBox {
         let start = self.start + element * self.dtype.bits() / 8;

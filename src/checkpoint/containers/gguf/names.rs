@@ -41,60 +41,44 @@ pub enum GgufTokenizer {
 }
 
 /// What repositories of one architecture have in common.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a word of the table")]
 struct Family {
     model_type: String,
     class: String,
     /// Whether rows of queries and keys are in the order of llama.cpp's rotary embedding.
-    #[serde(default)]
     permutes_rows: bool,
     /// Whether weights of norms are stored with 1 added.
-    #[serde(default)]
     norms_are_one_more: bool,
-    #[serde(default)]
     layer_names: BTreeMap<String, String>,
     /// The family whose tables are used.
     like: Option<String>,
-    #[serde(default)]
     config: BTreeMap<String, String>,
-    #[serde(default)]
     defaults: Map<String, Value>,
     /// Members that are null unless the file tells of them.
-    #[serde(default)]
     nulls: Vec<String>,
     /// Members of the configuration that are one value divided by another.
-    #[serde(default)]
     ratios: BTreeMap<String, [String; 2]>,
     /// Those that are one value less another. The last one that is there counts.
-    #[serde(default)]
     differences: Vec<[String; 3]>,
     /// llama.cpp's name, if it is not that of the table.
     architecture: Option<String>,
     /// Other values of `model_type`, and other classes, of which the text model is this one.
-    #[serde(default)]
     model_types: Vec<String>,
-    #[serde(default)]
     classes: Vec<String>,
     keys: Option<Vec<String>>,
-    #[serde(default)]
     more_keys: Vec<String>,
     /// Where tokens are found, the first of which counts; `None` if no file of the family is written.
     tokenizers: Option<Vec<GgufTokenizer>>,
     /// Kinds and texts of special tokens, where nothing else says which they are.
-    #[serde(default)]
     special: Vec<[String; 2]>,
-    #[serde(default)]
     absent: Map<String, Value>,
     /// Whether a model without `head_dim` has columns divided by heads.
-    #[serde(default)]
     head_dim_of_heads: bool,
     /// Whether no output head is written.
-    #[serde(default)]
     is_tied: bool,
     /// Whether the embedding ends with the last token of the tokenizer.
-    #[serde(default)]
     rows_of_vocabulary: bool,
 }
 
@@ -151,12 +135,12 @@ impl Family {
     }
 }
 
-/// A tensor of a file that is made of one of the repository.
+/// A tensor of a file that is made of one of the repository, or one of the repository that is made of a file's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufTarget {
     /// Its name.
     pub name: String,
-    /// How it would become that of the repository.
+    /// How that of the file becomes that of the repository.
     pub change: GgufChange,
     /// The number of the expert that the repository's tensor is.
     pub expert: Option<u64>,
@@ -208,8 +192,11 @@ impl GgufFamily {
                 known.join(", ")
             )
         })?;
-        let tables = family.like.as_ref().map_or(family, |like| &FAMILIES.family[like]);
-        Ok(Self { key, family, tables })
+        Ok(Self::new(key, family))
+    }
+
+    fn new(key: &'static str, family: &'static Family) -> Self {
+        Self { key, family, tables: family.like.as_ref().map_or(family, |like| &FAMILIES.family[like]) }
     }
 
     /// llama.cpp's name of it.
@@ -314,9 +301,7 @@ impl GgufFamily {
 pub(super) struct GgufModel<'a> {
     header: &'a Gguf,
     architecture: &'a str,
-    family: &'static Family,
-    /// The family with the tables.
-    tables: &'static Family,
+    family: GgufFamily,
 }
 
 impl<'a> GgufModel<'a> {
@@ -336,7 +321,7 @@ impl<'a> GgufModel<'a> {
             of => of,
         };
         let is_own = !["mistral", "deepseek3"].contains(&architecture);
-        let found = FAMILIES.family.get(key).filter(|_| is_own);
+        let found = FAMILIES.family.get_key_value(key).filter(|_| is_own);
         let known = || {
             let known: Vec<&str> = FAMILIES.family.keys().map(String::as_str).collect();
             format!(
@@ -344,10 +329,9 @@ impl<'a> GgufModel<'a> {
                 known.join(", ")
             )
         };
-        let family = found.ok_or_else(known)?;
-        let tables = family.like.as_ref().map_or(family, |like| &FAMILIES.family[like]);
-        let model = Self { header, architecture, family, tables };
-        if model.count("expert_count").unwrap_or(0) > 0 && !tables.config.contains_key("expert_count") {
+        let (key, family) = found.ok_or_else(known)?;
+        let model = Self { header, architecture, family: GgufFamily::new(key, family) };
+        if model.count("expert_count").unwrap_or(0) > 0 && !model.family.tables.config.contains_key("expert_count") {
             return Err(format!(
                 "the GGUF architecture {architecture:?} with experts has no names of a repository here"
             ));
@@ -364,30 +348,27 @@ impl<'a> GgufModel<'a> {
     }
 
     /// The name of a tensor in the repository, and how it becomes that; `None` if there is none.
-    pub(super) fn name(&self, stored: &str) -> Option<(String, GgufChange)> {
+    pub(super) fn target(&self, stored: &str) -> Option<GgufTarget> {
+        let tables = self.family.tables;
         let layer = stored.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
         let layer = layer.filter(|(number, _)| number.parse::<u32>().is_ok());
         let whole = layer.map_or(stored, |(_, rest)| rest);
         let (stem, ending) = whole.rsplit_once('.').filter(|(_, ending)| matches!(*ending, "weight" | "bias"))?;
-        let whole_name = self.tables.layer_names.get(whole).filter(|_| layer.is_some());
+        let whole_name = tables.layer_names.get(whole).filter(|_| layer.is_some());
         let name = whole_name.or_else(|| match layer {
-            Some(_) => self.tables.layer_names.get(stem).or_else(|| FAMILIES.layer_names.get(stem)),
+            Some(_) => tables.layer_names.get(stem).or_else(|| FAMILIES.layer_names.get(stem)),
             None => FAMILIES.names.get(stem),
         })?;
         let before = layer.map_or_else(String::new, |(number, _)| format!("model.layers.{number}."));
-        let change = self.tables.change(stem, ending, name, whole_name.is_some(), &|key| self.count(key))?;
+        let change = tables.change(stem, ending, name, whole_name.is_some(), &|key| self.count(key))?;
         let ending = if whole_name.is_some() { String::new() } else { format!(".{ending}") };
-        Some((format!("{before}{name}{ending}"), change))
-    }
-
-    /// Whether each element of a stored tensor is one more than the repository's.
-    pub(super) fn is_one_more(&self, stored: &str) -> bool {
-        self.tables.is_one_more(stored)
+        let (name, is_one_more) = (format!("{before}{name}{ending}"), tables.is_one_more(stored));
+        Some(GgufTarget { name, change, expert: None, is_one_more })
     }
 
     /// The repository's `config.json`, as transformers makes it of the same file.
     pub(super) fn config(&self, is_tied: bool) -> Value {
-        let (family, tables) = (self.family, self.tables);
+        let GgufFamily { family, tables, .. } = self.family;
         let mut config = tables.defaults.clone();
         config.extend(tables.nulls.iter().map(|name| (name.clone(), Value::Null)));
         config.insert("model_type".to_owned(), json!(family.model_type));
@@ -430,5 +411,18 @@ impl<'a> GgufModel<'a> {
             config.insert("rope_scaling".to_owned(), Value::Object(scaling));
         }
         Value::Object(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_family_has_a_type_and_a_class() {
+        assert!(FAMILIES.family.len() > 10);
+        for (key, Family { model_type, class, .. }) in &FAMILIES.family {
+            assert!(!model_type.is_empty() && !class.is_empty(), "{key}: {model_type:?} {class:?}");
+        }
     }
 }
