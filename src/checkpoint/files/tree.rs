@@ -16,6 +16,7 @@ use std::{
 
 use ckfs_source::{
     ByteSpan, Opened, RootDir, SourceError, WaitRegistry, check_open_file_limit, permission::DirectoryRules,
+    stall::WaitGuard,
 };
 use ckfs_tensor::to_usize;
 use parking_lot::Mutex;
@@ -66,6 +67,23 @@ pub(crate) fn entries_of<'a>(inside: impl Iterator<Item = &'a str>) -> Vec<TreeE
     entries.sort_by(|left, right| left.name.cmp(&right.name));
     entries.dedup_by(|left, right| left.name == right.name);
     entries
+}
+
+/// The entries of a directory of this machine, sorted by name. What was deleted meanwhile is none, and no format or writer uses a name
+/// that is not UTF-8.
+pub(crate) fn entries_in(directory: &Path, listing: &WaitGuard<'_>) -> io::Result<Vec<TreeEntry>> {
+    let mut entries = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        listing.advance();
+        let entry = entry?;
+        match (entry.file_name().into_string(), entry.file_type()) {
+            (Ok(name), Ok(kind)) => entries.push(TreeEntry { name, is_directory: kind.is_dir() }),
+            (Ok(_), Err(error)) if error.kind() != ErrorKind::NotFound => return Err(error),
+            (Ok(_) | Err(_), _) => {}
+        }
+    }
+    entries.sort_by(|left, right| left.name.cmp(&right.name));
+    Ok(entries)
 }
 
 /// The files of a checkpoint. Paths are relative to its directory, with `/` between names; "" is the directory.
@@ -199,17 +217,7 @@ impl FileTree for LocalTree {
                 Err(error) => return Err(failed(error)),
             }
         }
-        let mut entries = Vec::new();
-        for entry in fs::read_dir(&shown).map_err(failed)? {
-            listing.advance();
-            let entry = entry.map_err(failed)?;
-            let kind = entry.file_type().map_err(failed)?;
-            // No format asks for a name that is not UTF-8.
-            let Ok(name) = entry.file_name().into_string() else { continue };
-            entries.push(TreeEntry { name, is_directory: kind.is_dir() });
-        }
-        entries.sort_by(|left, right| left.name.cmp(&right.name));
-        Ok(entries)
+        entries_in(&shown, &listing).map_err(failed)
     }
 
     fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError> {

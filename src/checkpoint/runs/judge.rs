@@ -148,7 +148,7 @@ fn steps_in(tree: &dyn StepTree, directory: &str, (before, holds): Before<'_>) -
     let steps = steps.into_iter().map(|(step, _)| step).collect();
     let is_step = |entry: &TreeEntry| entry.is_directory && names::parse(&entry.name).is_some();
     let others: Vec<TreeEntry> = entries.iter().filter(|entry| !is_step(entry)).cloned().collect();
-    let is_checkpoint = common.judge(directory, &others, "", 0)?.is_some();
+    let is_checkpoint = common.judge(directory, &others, StepName::default())?.is_some();
     let InCommon { trackers, is_stable, .. } = common;
     Ok(FoundSteps { directory: directory.to_owned(), steps, is_checkpoint, trackers, is_stable })
 }
@@ -156,7 +156,7 @@ fn steps_in(tree: &dyn StepTree, directory: &str, (before, holds): Before<'_>) -
 impl InCommon<'_> {
     fn step(&self, name: &str, parsed: StepName<'_>) -> Result<Judged, SourceError> {
         let entries = self.tree.list(name)?;
-        let mut found = self.judge(name, &entries, parsed.prefix, parsed.number)?;
+        let mut found = self.judge(name, &entries, parsed)?;
         if found.is_none() {
             found = self.inside(name, &entries)?;
         }
@@ -204,17 +204,17 @@ impl InCommon<'_> {
     }
 
     /// What a directory holds; `None` if it is nothing that is known.
-    fn judge(&self, path: &str, entries: &[TreeEntry], prefix: &str, number: u64) -> Verdict {
+    fn judge(&self, path: &str, entries: &[TreeEntry], step: StepName<'_>) -> Verdict {
         if let Some(found) = self.orbax(path, entries)? {
             return Ok(Some(found));
         }
-        let mut found = self.distributed(path, entries, (prefix, number), 0)?;
+        let mut found = self.distributed(path, entries, step, 0)?;
         if found.is_none() {
-            found = self.by_ranks(path, entries, prefix, number)?;
+            found = self.by_ranks(path, entries, step)?;
         }
-        let mut found = found.or_else(|| self.repository(path, entries, prefix));
+        let mut found = found.or_else(|| self.repository(path, entries, step.prefix));
         // The trainer of transformers leaves any of these beside its own state.
-        if let Some(found) = found.as_mut().filter(|_| prefix == TRANSFORMERS_PREFIX && !path.is_empty())
+        if let Some(found) = found.as_mut().filter(|_| step.prefix == TRANSFORMERS_PREFIX && !path.is_empty())
             && matches!(found.state, StepState::Complete | StepState::Unmarked)
         {
             let is_there = has(entries, TRAINER_STATE);
@@ -310,17 +310,17 @@ impl InCommon<'_> {
     }
 
     /// A directory of torch.distributed.checkpoint: this one, which is `depth` below the step, or one in it.
-    fn distributed(&self, path: &str, entries: &[TreeEntry], (prefix, number): (&str, u64), depth: usize) -> Verdict {
+    fn distributed(&self, path: &str, entries: &[TreeEntry], step: StepName<'_>, depth: usize) -> Verdict {
         // OLMo-core has `model_and_optim`, NeMo 2 `weights`.
         const PLACES: [&[&str]; 3] =
             [&["trainer", "dist_ckpt", "model", "model_and_optim", "weights"], &["dist_ckpt", "model"], &[]];
         if has(entries, DCP_METADATA) || file_names(entries).any(|name| name.ends_with(".distcp")) {
-            return Ok(Some(self.judged_distributed(path, entries, prefix, number)?));
+            return Ok(Some(self.judged_distributed(path, entries, step)?));
         }
         let of_step = |name: &str| ranks::MODEL_DIRECTORIES.contains(&name) || name.starts_with("pytorch_model_fsdp_");
         for name in directories(entries).filter(|name| PLACES[depth].contains(name) || depth == 0 && of_step(name)) {
             let path = below(path, name);
-            let found = self.distributed(&path, &self.tree.list(&path)?, (prefix, number), depth + 1)?;
+            let found = self.distributed(&path, &self.tree.list(&path)?, step, depth + 1)?;
             if found.is_some() {
                 return Ok(found);
             }
@@ -328,22 +328,16 @@ impl InCommon<'_> {
         Ok(None)
     }
 
-    fn judged_distributed(
-        &self,
-        path: &str,
-        entries: &[TreeEntry],
-        prefix: &str,
-        number: u64,
-    ) -> Result<Judged, SourceError> {
+    fn judged_distributed(&self, path: &str, entries: &[TreeEntry], step: StepName<'_>) -> Result<Judged, SourceError> {
         // What Megatron-Core writes besides.
-        let is_nemo = prefix == names::IN_TEXT && path.ends_with("/weights");
-        let is_megatron = prefix == MEGATRON_PREFIX || is_nemo || has(entries, "common.pt");
+        let is_nemo = step.prefix == names::IN_TEXT && path.ends_with("/weights");
+        let is_megatron = step.prefix == MEGATRON_PREFIX || is_nemo || has(entries, "common.pt");
         let kind = if is_megatron { StepKind::Megatron } else { StepKind::TorchDcp };
         let state = if self.tree.len_bytes(&below(path, DCP_METADATA))?.is_none_or(|len| len == 0) {
             unfinished("`.metadata` is missing, which is written last")
         } else if !entries.iter().any(|entry| entry.name.ends_with(".distcp")) {
             unfinished("there is no *.distcp yet")
-        } else if let Some(reason) = self.by_tracker(prefix, number) {
+        } else if let Some(reason) = self.by_tracker(step) {
             unfinished(reason)
         } else if let Some(name) = ["common.pt", "metadata.json"].iter().find(|name| is_megatron && !has(entries, name))
         {
@@ -355,7 +349,7 @@ impl InCommon<'_> {
     }
 
     /// What the tracker of the run says against a step, where its writer keeps one.
-    fn by_tracker(&self, prefix: &str, number: u64) -> Option<String> {
+    fn by_tracker(&self, StepName { prefix, number, .. }: StepName<'_>) -> Option<String> {
         if prefix == MEGATRON_PREFIX {
             return self.trackers.unfinished(&[tracker::MEGATRON], number);
         }
@@ -367,19 +361,17 @@ impl InCommon<'_> {
     }
 
     /// Files that each rank writes for itself, here or in a directory.
-    fn by_ranks(&self, path: &str, entries: &[TreeEntry], prefix: &str, number: u64) -> Verdict {
+    fn by_ranks(&self, path: &str, entries: &[TreeEntry], step: StepName<'_>) -> Verdict {
         let judged = |kind, path: &str, all: Result<(), String>, tracker: Option<String>| {
             let state = all.err().or(tracker).map_or(StepState::Complete, StepState::Unfinished);
             Ok(Some(Judged { kind, path: path.to_owned(), state }))
         };
-        let tracker = || self.by_tracker(prefix, number);
-        if let Some(all) = ranks::of_shards(entries) {
-            return judged(StepKind::RankFiles, path, all, tracker());
-        }
-        if let Some(all) = ranks::of_deepspeed(entries) {
-            let is_own = prefix == GLOBAL_PREFIX;
-            let tracker = is_own.then(|| self.trackers.unfinished(&[tracker::DEEPSPEED], number)).flatten();
-            return judged(StepKind::DeepSpeed, path, all, tracker);
+        let tracker = || self.by_tracker(step);
+        if let Some((kind, all)) = ranks::of_files(entries) {
+            let is_own = step.prefix == GLOBAL_PREFIX;
+            let of_deepspeed =
+                || is_own.then(|| self.trackers.unfinished(&[tracker::DEEPSPEED], step.number)).flatten();
+            return judged(kind, path, all, if kind == StepKind::DeepSpeed { of_deepspeed() } else { tracker() });
         }
         let (classic, numbers): (Vec<&str>, Vec<Vec<u64>>) =
             directories(entries).filter_map(|name| Some((name, megatron_ranks(name)?))).unzip();
@@ -406,13 +398,9 @@ impl InCommon<'_> {
         let counts = |name: &&str| latest.map_or_else(|| is_place(name), |latest| latest == *name);
         for name in directories(entries).filter(counts) {
             let inside_path = below(path, name);
-            let inside = self.tree.list(&inside_path)?;
-            if let Some(all) = ranks::of_shards(&inside) {
-                return judged(StepKind::RankFiles, &inside_path, all, tracker());
-            }
-            if let Some(all) = ranks::of_deepspeed(&inside) {
-                let place = if latest.is_some() { path } else { &inside_path };
-                return judged(StepKind::DeepSpeed, place, all, tracker());
+            if let Some((kind, all)) = ranks::of_files(&self.tree.list(&inside_path)?) {
+                let is_beside = kind == StepKind::DeepSpeed && latest.is_some();
+                return judged(kind, if is_beside { path } else { &inside_path }, all, tracker());
             }
         }
         Ok(None)

@@ -15,7 +15,7 @@ use super::step_tree::{Measure, Measuring, SMALL_BYTES_MAX, StepTree};
 use crate::{
     OpenOptions,
     text::io_error,
-    tree::{TreeEntry, below},
+    tree::{TreeEntry, below, entries_in},
 };
 
 /// Greatest depth of a step's directories.
@@ -88,22 +88,10 @@ impl StepTree for LocalSteps {
     fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError> {
         let place = self.at(directory);
         let looking = self.fetches.begin_path(&place, "list");
-        let entries = match fs::read_dir(&place) {
-            Ok(entries) => entries,
-            Err(error) if !directory.is_empty() && is_absent(&error) => return Ok(Vec::new()),
-            Err(error) => return Err(io_error(&place, "list", error)),
-        };
-        let mut found = Vec::new();
-        for entry in entries {
-            looking.advance();
-            let entry = entry.map_err(|error| io_error(&place, "list", error))?;
-            let Ok(kind) = entry.file_type() else { continue };
-            // No writer uses a name that is not UTF-8.
-            let Ok(name) = entry.file_name().into_string() else { continue };
-            found.push(TreeEntry { name, is_directory: kind.is_dir() });
+        match entries_in(&place, &looking) {
+            Err(error) if !directory.is_empty() && is_absent(&error) => Ok(Vec::new()),
+            entries => entries.map_err(|error| io_error(&place, "list", error)),
         }
-        found.sort_by(|left, right| left.name.cmp(&right.name));
-        Ok(found)
     }
 
     fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError> {

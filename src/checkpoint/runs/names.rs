@@ -40,7 +40,7 @@ pub(super) const IN_TEXT: &str = "step=";
 const DIGITS_MAX: usize = 18;
 
 /// A name that ends with a number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct StepName<'a> {
     pub(super) prefix: &'a str,
     pub(super) number: u64,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use super::found::StepKind;
 use crate::{
     ranks::{RankFile, RankKind, world_of},
     tree::{TreeEntry, directories, file_names},
@@ -10,14 +11,17 @@ use crate::{
 /// Directories in which trainers of reinforcement learning leave the model that is trained.
 pub(super) const MODEL_DIRECTORIES: [&str; 3] = ["actor", "policy", "model"];
 
-/// Whether files of ranks are among these: why they are not all there, or `Ok`.
-pub(super) fn of_shards(entries: &[TreeEntry]) -> Option<Result<(), String>> {
-    let found: Vec<_> = file_names(entries).filter_map(|name| RankFile::of(RankKind::Fsdp, name)?.fsdp()).collect();
-    (!found.is_empty()).then(|| world_of(&found).map(drop))
+/// The files of FSDP or of `DeepSpeed` among these: why they are not all there, or `Ok`.
+pub(super) fn of_files(entries: &[TreeEntry]) -> Option<(StepKind, Result<(), String>)> {
+    let shards: Vec<_> = file_names(entries).filter_map(|name| RankFile::of(RankKind::Fsdp, name)?.fsdp()).collect();
+    if shards.is_empty() {
+        return of_deepspeed(entries).map(|all| (StepKind::DeepSpeed, all));
+    }
+    Some((StepKind::RankFiles, world_of(&shards).map(drop)))
 }
 
 /// Whether files of `DeepSpeed` are among these: why they are not all there, or `Ok`.
-pub(super) fn of_deepspeed(entries: &[TreeEntry]) -> Option<Result<(), String>> {
+fn of_deepspeed(entries: &[TreeEntry]) -> Option<Result<(), String>> {
     if directories(entries).any(|name| name == "zero") {
         return Some(Ok(()));
     }

@@ -24,7 +24,7 @@ const CONFIG: &str = "config.json";
 const ITEMS: [&str; 6] = ["items", "default", "state", "pytree", "params", "model"];
 
 /// The place of the arrays.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Item {
     /// Its directory; "" for the checkpoint's own.
     pub(super) directory: String,
@@ -201,7 +201,7 @@ fn in_step(tree: &dyn FileTree, step: &str, allow_unfinished: bool) -> Result<It
     }
     if is_item(&entries) {
         let scan_layers = of_step.and_then(|found| found.scan_layers());
-        return Ok(Item { directory: step.to_owned(), step: None, scan_layers, unfinished: Vec::new(), is_unfinished });
+        return Ok(Item { directory: step.to_owned(), scan_layers, is_unfinished, ..Item::default() });
     }
     let found = items_in(tree, step, &entries)?;
     let preferred = ITEMS.iter().find(|name| found.iter().any(|item| item == *name));
@@ -228,5 +228,5 @@ fn in_step(tree: &dyn FileTree, step: &str, allow_unfinished: bool) -> Result<It
     let directory = below(step, &name);
     let of_item = metadata(tree, &directory)?;
     let scan_layers = [of_step, of_item].into_iter().flatten().find_map(|found| found.scan_layers());
-    Ok(Item { directory, step: None, scan_layers, unfinished: Vec::new(), is_unfinished })
+    Ok(Item { directory, scan_layers, is_unfinished, ..Item::default() })
 }
