@@ -144,12 +144,12 @@ fn assemble(name: &str, parts: &Parts, arguments: &MegatronArguments) -> Result<
     let first = &parts.values().next().ok_or("no part")?.1.tensor;
     let (dtype, local) = (first.dtype, first.shape.clone());
     let element_bytes = dtype.element_bytes().ok_or_else(|| format!("{dtype} has no whole bytes"))?;
-    let axis = match cut {
-        Cut::Whole => None,
-        Cut::Axis(axis) => Some(axis),
-        Cut::Gated => Some(0),
+    let (axis, halves) = match cut {
+        Cut::Whole => (None, 1),
+        Cut::Axis(axis) => (Some(axis), 1),
+        Cut::Gated => (Some(0), 2),
     };
-    if axis.is_some_and(|axis| axis >= local.len()) || (cut == Cut::Gated && local[0] % 2 != 0) {
+    if axis.is_some_and(|axis| local.get(axis).is_none_or(|extent| extent % halves != 0)) {
         let how = axis.map_or_else(String::new, |axis| format!(" along axis {axis}"));
         return Err(format!("expected a shape that is cut{how}, found {local:?}"));
     }
@@ -176,43 +176,25 @@ fn assemble(name: &str, parts: &Parts, arguments: &MegatronArguments) -> Result<
             if cut == Cut::Whole && rank > 0 {
                 continue;
             }
-            boxes.extend(boxes_of(part, cut, axis.map(|axis| (axis, rank)), *expert, &whole, element_bytes));
+            for half in 0..halves {
+                let mut stored = StoredBox::saved(part.0, &part.1);
+                if let Some(axis) = axis {
+                    let (all, len) = (whole[axis] / halves, local[axis] / halves);
+                    stored = stored.run(axis, (half * len, len), half * all + rank * len, element_bytes);
+                }
+                if let Some(expert) = expert {
+                    stored.origin.insert(0, *expert);
+                    stored.extents.insert(0, 1);
+                    stored.strides.insert(0, 1);
+                }
+                boxes.push(stored);
+            }
         }
     }
     if let Some(experts) = experts {
         whole.insert(0, experts);
     }
     Ok((dtype, whole, boxes))
-}
-
-/// The boxes of one rank's part.
-fn boxes_of(
-    (file, saved): &Saved,
-    cut: Cut,
-    place: Option<(usize, u64)>,
-    expert: Option<u64>,
-    whole: &[u64],
-    element_bytes: u64,
-) -> Vec<StoredBox> {
-    let one = |first: u64, len: u64, origin: u64| {
-        let mut part = StoredBox::saved(*file, saved);
-        if let Some((axis, _)) = place {
-            part = part.run(axis, (first, len), origin, element_bytes);
-        }
-        if let Some(expert) = expert {
-            part.origin.insert(0, expert);
-            part.extents.insert(0, 1);
-            part.strides.insert(0, 1);
-        }
-        part
-    };
-    let Some((axis, rank)) = place else { return vec![one(0, 0, 0)] };
-    let len = saved.tensor.shape[axis];
-    if cut == Cut::Gated {
-        let half = len / 2;
-        return vec![one(0, half, rank * half), one(half, half, whole[axis] / 2 + rank * half)];
-    }
-    vec![one(0, len, rank * len)]
 }
 
 type Ranks = BTreeMap<Rank, (FileId, Said)>;

@@ -29,22 +29,8 @@ const STATES: [(&str, &str); 3] = [("", "fp32"), ("exp_avg", "exp_avg"), ("exp_a
 /// Most bytes of a tensor of integers, which is converted when the checkpoint is opened.
 const INTEGER_BYTES_MAX: u64 = 1 << 20;
 
-/// Stored bytes that are no tensor of the checkpoint by name.
-struct UnnamedTensor {
-    name: String,
-    dtype: DType,
-    shape: Vec<u64>,
-    file: FileId,
-    span: ByteSpan,
-}
-
-impl UnnamedTensor {
-    /// Its row in the table.
-    fn row(&self) -> NewRow<'_> {
-        let place = RowPlace::Span(self.file, self.span);
-        NewRow { name: &self.name, dtype: self.dtype, shape: &self.shape, place }
-    }
-}
+/// Stored bytes that are no tensor of the checkpoint by name: what they are called, type, shape and place.
+type UnnamedTensor = (String, DType, Vec<u64>, RowPlace);
 
 type Files = BTreeMap<String, UniversalFile>;
 
@@ -65,7 +51,9 @@ pub(super) fn add(zero: &Zero<'_>, contents: &mut Contents, problems: &mut Probl
         Ok((files, rows)) => {
             contents.tree.universal = files;
             let table = std::mem::take(&mut contents.table);
-            contents.table = problems.or_too_large(table.with_hidden_rows(rows.iter().map(UnnamedTensor::row)));
+            let rows =
+                rows.iter().map(|(name, dtype, shape, place)| NewRow { name, dtype: *dtype, shape, place: *place });
+            contents.table = problems.or_too_large(table.with_hidden_rows(rows));
         }
         Err(reason) => contents.warnings.push(format!("universal/ is not shown: {reason}")),
     }
@@ -131,7 +119,7 @@ impl Universal<'_> {
     ) -> Result<TensorId, String> {
         let id = u32::try_from(self.first + self.rows.len()).map_err(|_| "too many tensors".to_owned())?;
         let span = ByteSpan::of_len(start, len).ok_or_else(|| format!("{name}: {len} bytes at {start}"))?;
-        self.rows.push(UnnamedTensor { name, dtype, shape, file, span });
+        self.rows.push((name, dtype, shape, RowPlace::Span(file, span)));
         Ok(TensorId(id))
     }
 

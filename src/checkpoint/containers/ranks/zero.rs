@@ -90,25 +90,21 @@ fn interval_boxes(
             continue;
         };
         let (first, last) = (low.div_ceil(inner), high / inner);
-        if first < last || inner == 1 {
-            let at = |element: u64| start + (element - low) * element_bytes;
-            if first < last {
-                boxes.push(boxed(shape, before.clone(), Some((first, last - first)), (file, at(first * inner))));
-            }
-            let inside = |row: u64| [before.as_slice(), &[row]].concat();
-            if low < first * inner {
-                todo.push((inside(first - 1), low % inner, inner, start));
-            }
-            if last * inner < high {
-                todo.push((inside(last), 0, high % inner, at(last * inner)));
-            }
-        } else {
-            // In one row, or over the border of two.
-            let row = low / inner;
-            let inside = |row: u64| [before.as_slice(), &[row]].concat();
-            let border = ((row + 1) * inner).min(high);
-            todo.push((inside(row), low % inner, low % inner + (border - low), start));
-            todo.push((inside(row + 1), 0, high - border, start + (border - low) * element_bytes));
+        let at = |element: u64| start + (element - low) * element_bytes;
+        let inside = |row: u64| [before.as_slice(), &[row]].concat();
+        if first > last {
+            todo.push((inside(last), low % inner, high % inner, start));
+            continue;
+        }
+        if low < first * inner {
+            todo.push((inside(first - 1), low % inner, inner, start));
+        }
+        if last * inner < high {
+            todo.push((inside(last), 0, high % inner, at(last * inner)));
+        }
+        if first < last {
+            let start = at(first * inner);
+            boxes.push(boxed(shape, before, Some((first, last - first)), (file, start)));
         }
     }
     boxes
