@@ -25,7 +25,7 @@ use super::{
         file::{FileRole, IgnoreReason},
         folder::{Folder, PinnedFiles},
         mosaic::{MosaicBuilder, StoredBox},
-        problem::{BYTES_MAX, CheckpointError, Problem, Problems},
+        problem::{CheckpointError, Problem, Problems},
         weight_name::WeightName,
     },
     blocks::BlockTensor,
@@ -163,13 +163,8 @@ pub(crate) fn read(
         problems.push(Problem::Other(format!("{name}: {what}")));
     }
     let Layout { decoded, shown, .. } = layout;
-    let decoded: Arc<[DecodedFile]> = decoded.into();
-    let looked_at: &dyn Source = &ChunkSource::new(Arc::clone(source), Arc::clone(&decoded));
-    let bytes = (source.file_count()..looked_at.file_count()).map(|file| looked_at.len_bytes(FileId::at(file)));
-    if bytes.fold(0, u64::saturating_add) > BYTES_MAX {
-        problems.push(Problem::TooManyBytes);
-    }
-    let mut builder = MosaicBuilder::new(looked_at, problems);
+    let looked_at = ChunkSource::looked_at(source, &decoded, problems);
+    let mut builder = MosaicBuilder::new(&looked_at, problems);
     for Shown { name, dtype, shape, boxes } in shown {
         builder.add(&name, dtype, &shape, boxes, None);
     }
@@ -194,7 +189,7 @@ pub(crate) fn read(
         left_out: left_out.into_iter().map(of_rotary).collect(),
         config: model.as_ref().ok().map(|model| model.config(is_tied)),
         unnamed: model.err(),
-        decoded: decoded.to_vec(),
+        decoded,
         warnings,
         ..Contents::new(Container::Gguf, table)
     }

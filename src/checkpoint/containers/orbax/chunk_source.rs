@@ -21,6 +21,7 @@ use super::{
     coded::{CodedBytes, DecodedFile, FileCoding},
     decoder::Decoder,
 };
+use crate::problem::{BYTES_MAX, Problem, Problems};
 use lru::LruCache;
 
 /// Most bytes of chunks that the slow decoder has made, unless a single one has more.
@@ -58,8 +59,17 @@ impl ChunkSource {
         Arc::new(Self::new(inner, Arc::clone(files)))
     }
 
-    /// The same, to look at: the files have no health of their own yet.
-    pub(crate) fn new(inner: Arc<dyn Source>, files: Arc<[DecodedFile]>) -> Self {
+    /// The same, to look at. More bytes than may be are a problem.
+    pub(crate) fn looked_at(inner: &Arc<dyn Source>, files: &[DecodedFile], problems: &mut Problems) -> Self {
+        let source = Self::new(Arc::clone(inner), files.into());
+        if source.pins.iter().map(|pin| pin.len_bytes).fold(0, u64::saturating_add) > BYTES_MAX {
+            problems.push(Problem::TooManyBytes);
+        }
+        source
+    }
+
+    /// The files have no health of their own yet.
+    fn new(inner: Arc<dyn Source>, files: Arc<[DecodedFile]>) -> Self {
         let pin = |file: &DecodedFile| {
             let pin = inner.pin(file.stored_in).clone();
             let files = file.files();

@@ -33,7 +33,7 @@ use ckfs_format::{
     },
     zarr::read::{Array, ZARR_JSON, ZARRAY},
 };
-use ckfs_source::{FileId, Source};
+use ckfs_source::Source;
 use ckfs_tensor::{DType, Element, Shape};
 pub(crate) use coded::DecodedFile;
 pub(crate) use item::{is_item, is_orbax};
@@ -44,7 +44,7 @@ use store::{Files, StoreValue};
 use super::super::{
     container::{Container, Contents, LeftOut},
     mosaic::MosaicBuilder,
-    problem::{BYTES_MAX, Problem, Problems},
+    problem::{Problem, Problems},
     tree::{FileTree, below},
 };
 
@@ -82,12 +82,8 @@ impl OrbaxContents {
     /// The contents with the table. `files` begins with the files of [`OrbaxContents::paths`].
     pub(crate) fn contents(&mut self, files: &Arc<dyn Source>, problems: &mut Problems) -> Contents {
         let contents = std::mem::take(&mut self.rest);
-        let source: &dyn Source = &ChunkSource::new(Arc::clone(files), contents.decoded.clone().into());
-        let decoded = (files.file_count()..source.file_count()).map(FileId::at);
-        if decoded.map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {
-            problems.push(Problem::TooManyBytes);
-        }
-        let mut builder = MosaicBuilder::new(source, problems);
+        let source = ChunkSource::looked_at(files, &contents.decoded, problems);
+        let mut builder = MosaicBuilder::new(&source, problems);
         for OrbaxTensor { name, dtype, shape, fill, boxes } in &self.tensors {
             let fill = fill.as_ref().and_then(|fill| Element::from_bytes(*dtype, fill));
             let boxes = boxes.iter().map(|part| part.stored(files.file_count()));

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
-use ckfs_source::{ByteSpan, ContentName, FetchPart, Health, Pin, SourceError, permission::AccessRules};
+use ckfs_source::{ByteSpan, ContentName, FetchPart, FileId, Health, Pin, SourceError, permission::AccessRules};
 use ckfs_tensor::to_usize;
 use serde_json::Value as Json;
 
