@@ -34,7 +34,6 @@ mod versions;
 mod words;
 
 pub use amount::human_bytes;
-pub use choose::natural;
 pub use companion::Companion;
 pub use composed::{Composed, ExpertPart};
 pub use container::{Container, LeftOut, ParameterFrame, SavedArguments, SavedTree, UniversalFile};
@@ -52,6 +51,7 @@ pub use python_regex::PythonRegex;
 pub use repository::{Adapter, Checkpoint};
 pub use scheme::{Quantization, Quantized, Summary, Unsupported};
 pub use table::{MosaicTensor, Storage, TensorInfo, TensorTable};
+pub use weight_name::natural;
 
 use self::{
     containers::{archive, container, copies, dcp, delta, gguf, header, index, orbax, ranks, safetensors, torch},

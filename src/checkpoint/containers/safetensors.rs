@@ -9,10 +9,7 @@ use ckfs_tensor::DType;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 use super::super::{
-    choose::{
-        INDEX_SUFFIX, Indexed, choose_index, choose_indexed, choose_single, choose_unindexed, choose_variant,
-        is_safetensors,
-    },
+    choose::{INDEX_SUFFIX, Indexed, is_safetensors},
     container::Contents,
     copies, dcp,
     folder::{Folder, PinnedFiles},
@@ -28,8 +25,7 @@ pub(crate) const INDEX: Indexed =
 
 /// The name and the text of the index, if there is one.
 pub(crate) fn index_text(folder: &mut Folder, of: Indexed) -> Result<Option<(String, Vec<u8>)>, CheckpointError> {
-    let found = choose_index(&folder.located.path, &folder.files, of, folder.variant.as_deref())?;
-    let Some(name) = found else { return Ok(None) };
+    let Some(name) = folder.choose_index(of)? else { return Ok(None) };
     match folder.read(&name)?.unwrap_or_else(|| Err("not there".into())) {
         Ok(text) => Ok(Some((name, text))),
         Err(message) => Err(unusable(folder, name, message)),
@@ -55,31 +51,17 @@ pub(crate) fn choose<'a>(
     folder: &mut Folder,
     index: Option<(&'a str, Index<'a>)>,
 ) -> Result<Option<(&'a str, Index<'a>)>, CheckpointError> {
-    let mut single = false;
-    let variant = folder.variant.clone();
-    let index = index.filter(|(name, index)| {
-        if variant.is_some() {
-            return true;
-        }
-        let warning = choose_single(name, index, &mut folder.files);
-        single = warning.is_some();
-        folder.warnings.extend(warning);
-        !single
-    });
-    match &index {
-        Some((name, index)) => choose_indexed(name, index, &mut folder.files, &is_safetensors, &mut folder.problems),
-        None if single => {}
-        None => {
-            if let Some(variant) = &variant {
-                choose_variant(&folder.located.path, &mut folder.files, &is_safetensors, variant)?;
-            }
-            match choose_unindexed(&folder.located.path, &mut folder.files) {
-                Err(error) if folder.problems.is_empty() => return Err(error),
-                // An unreadable file explains the absence of others.
-                Ok(()) | Err(_) => {}
-            }
-        }
+    let is_single = |(name, index): &(&str, Index<'_>)| folder.variant.is_none() && folder.choose_single(name, index);
+    if index.as_ref().is_some_and(is_single) {
+        return Ok(None);
     }
+    if let Some((name, named)) = &index {
+        folder.choose_indexed(name, named, is_safetensors);
+        return Ok(index);
+    }
+    folder.choose_variant(is_safetensors)?;
+    // An unreadable file explains the absence of others.
+    folder.choose_unindexed().or_else(|error| if folder.problems.is_empty() { Err(error) } else { Ok(()) })?;
     Ok(index)
 }
 

@@ -7,7 +7,7 @@ use ckfs_source::{Duplicates, FileId};
 
 use super::super::{
     archive::{self, ArchiveSpan},
-    choose::{Indexed, TORCH_INDEX_SUFFIX, at_top, choose_indexed, choose_variant, variant_flags},
+    choose::{Indexed, TORCH_INDEX_SUFFIX, at_top, variant_flags},
     container::{Container, Contents, LeftOut, is_torch},
     copies,
     file::{FileRole, IgnoreReason},
@@ -33,12 +33,10 @@ pub(crate) const INDEX: Indexed =
 /// Chooses the weight files of a directory.
 pub(crate) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> Result<(), CheckpointError> {
     if let Some((name, index)) = index {
-        choose_indexed(name, index, &mut folder.files, &is_torch, &mut folder.problems);
+        folder.choose_indexed(name, index, is_torch);
         return Ok(());
     }
-    if let Some(variant) = folder.variant.clone() {
-        choose_variant(&folder.located.path, &mut folder.files, &is_torch, &variant)?;
-    }
+    folder.choose_variant(is_torch)?;
     let is_companion = |path: &str| COMPANIONS.contains(&path) || path.starts_with("rng_state");
     let is_candidate = |path: &str| at_top(path) && is_torch(path) && !is_companion(path);
     let candidates = folder.files.iter().filter(|file| file.role == FileRole::Other && is_candidate(&file.path));

@@ -13,14 +13,14 @@ use ckfs_source::{
 };
 
 use super::super::{
-    choose::{leave_out_links, natural, warn_of_weights},
     file::{FileRole, IgnoreReason},
     foreign,
-    listing::{self, Listed, Listing, Opening},
+    listing::{self, Listed, Listing, Opening, leave_out_links, warn_of_weights},
     locate::Located,
     options::OpenOptions,
     problem::{CheckpointError, Problems},
     text::read_json,
+    weight_name::natural,
 };
 
 /// A directory whose files are listed and not yet pinned.

@@ -16,6 +16,7 @@ use ckfs_source::{
 use super::super::{
     file::{FileRole, IgnoreReason},
     text::io_error,
+    weight_name::{at_top, is_any_index},
 };
 
 /// Most entries of a repository. Each one becomes an open file.
@@ -73,6 +74,41 @@ impl Listed {
         self.open(root, fetches)?;
         let state = std::mem::replace(&mut self.state, Opening::Nothing);
         Ok(if let Opening::Opened(opened) = state { Some(opened) } else { None })
+    }
+}
+
+/// The configuration of a model.
+pub(crate) const CONFIG: &str = "config.json";
+
+/// A path for a message. Characters that control a terminal are escaped.
+pub(crate) fn quoted(path: &Path) -> String {
+    format!("{:?}", path.to_string_lossy())
+}
+
+/// The remedy for weights that a link takes from outside the repository.
+pub(crate) fn warn_of_weights(path: &str, target: &Path) -> String {
+    format!(
+        "{path:?}: symbolic link to {}, outside the repository: its tensors are shown to those that may read the target; \
+         --follow-symlinks accepts such links",
+        quoted(target)
+    )
+}
+
+/// Leaves out files that links take from outside the repository, except weights. The content of weights distinguishes
+/// them from other files.
+pub(crate) fn leave_out_links(files: &mut [Listed], warnings: &mut Vec<String>, left_out: impl Fn(&Listed) -> bool) {
+    for file in files {
+        let Some(target) = file.outside().map(Path::to_owned).filter(|_| left_out(file)) else { continue };
+        let decides = file.path == CONFIG || (at_top(&file.path) && is_any_index(&file.path));
+        let as_if = if decides { ", as if it were not there" } else { "" };
+        warnings.push(format!(
+            "{:?}: left out{as_if}: symbolic link to {}, outside the repository; --follow-symlinks reads it",
+            file.path,
+            quoted(&target)
+        ));
+        file.role = FileRole::Ignored(IgnoreReason::LeavesRepository);
+        file.state = Opening::Nothing;
+        file.size_bytes = 0;
     }
 }
 

@@ -1,7 +1,9 @@
-//! The parts of a weight file's name: `model.fp16-00001-of-00002.safetensors` is file 1 of 2 of the variant fp16 of `model`.
+//! The names of files, and the parts of a weight file's: `model.fp16-00001-of-00002.safetensors` is file 1 of 2 of the variant fp16 of `model`.
 //!
 //! Programs write the number in several ways (`model-00001-of-00002`, `model_1_of_2`, `model.safetensors-00001-of-00002`), and
 //! the variant before or after it (`model-00001-of-00002.fp16`, the older way of diffusers).
+
+use std::{cmp::Ordering, path::Path};
 
 /// How the names of indexes end.
 pub(crate) const INDEX_SUFFIX: &str = ".safetensors.index.json";
@@ -121,6 +123,36 @@ pub(crate) fn of_any_rank(path: &str) -> Option<String> {
     Some(format!("{}*{}", &path[..start], &path[start + length..]))
 }
 
+pub(crate) fn is_safetensors(path: &str) -> bool {
+    Path::new(path).extension().is_some_and(|extension| extension == "safetensors")
+}
+
+pub(crate) fn at_top(path: &str) -> bool {
+    !path.contains('/')
+}
+
+/// Order of names in which numbers count as numbers: `layers-2` before `layers-10`.
+pub fn natural(left: &str, right: &str) -> Ordering {
+    let (mut a, mut b) = (left.as_bytes(), right.as_bytes());
+    while let (Some(x), Some(y)) = (a.first(), b.first()) {
+        let order = if x.is_ascii_digit() && y.is_ascii_digit() {
+            let number = |bytes: &[u8]| bytes.iter().take_while(|byte| byte.is_ascii_digit()).count();
+            let ((na, rest_a), (nb, rest_b)) = (a.split_at(number(a)), b.split_at(number(b)));
+            (a, b) = (rest_a, rest_b);
+            let significant = |digits: &'_ [u8]| digits.iter().take_while(|digit| **digit == b'0').count();
+            let (na, nb) = (&na[significant(na)..], &nb[significant(nb)..]);
+            na.len().cmp(&nb.len()).then(na.cmp(nb))
+        } else {
+            (a, b) = (&a[1..], &b[1..]);
+            x.cmp(y)
+        };
+        if order != Ordering::Equal {
+            return order;
+        }
+    }
+    a.len().cmp(&b.len()).then_with(|| left.cmp(right))
+}
+
 #[cfg(test)]
 mod tests {
     use super::{super::sets::incomplete_sets, *};
@@ -220,5 +252,16 @@ mod tests {
         ] {
             assert_ne!(missing(half), "", "{half:?}");
         }
+    }
+
+    #[test]
+    fn numbers_in_names_count_as_numbers() {
+        let mut names =
+            ["layers-10", "layers-9", "layers-010", "layers", "m-00002-of-00010", "m-00001-of-00010", "layers-9b"];
+        names.sort_by(|left, right| natural(left, right));
+        assert_eq!(
+            names,
+            ["layers", "layers-9", "layers-9b", "layers-010", "layers-10", "m-00001-of-00010", "m-00002-of-00010"]
+        );
     }
 }
