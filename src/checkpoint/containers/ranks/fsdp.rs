@@ -23,7 +23,7 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    job::{NAMED, RankJob, lacking, left_out, missing, tensor_of},
+    job::{NAMED, RankJob, ensure, lacking, left_out, missing, tensor_of},
     names::RankFile,
 };
 
@@ -100,7 +100,7 @@ pub(crate) fn world_of(names: &[(u64, u64)]) -> Result<u64, String> {
         return Err(format!("files of several jobs, of {} ranks: keep those of one", worlds.join(" and ")));
     };
     let ranks: BTreeSet<u64> = names.iter().map(|(_, rank)| *rank).collect();
-    if let Some(rank) = ranks.iter().find(|rank| **rank >= world) {
+    if let Some(rank) = ranks.range(world..).next() {
         return Err(format!("a file of rank {rank}, of {world} ranks that count from 0"));
     }
     if (ranks.len() as u64) < world {
@@ -117,12 +117,10 @@ fn compare_note(job: &RankJob<'_>, world: u64) -> Result<(), String> {
     let Some(note) = job.files.find(&format!("{}{CONFIG}", job.below)) else { return Ok(()) };
     let note = job.files.source.read_whole(note, CONFIG_BYTES_MAX).map_err(|error| format!("{CONFIG}: {error}"))?;
     let note: serde_json::Value = serde_json::from_slice(&note).map_err(|error| format!("{CONFIG}: {error}"))?;
-    match note.get("world_size").and_then(serde_json::Value::as_u64) {
-        Some(noted) if noted != world => {
-            Err(format!("files of {world} ranks, and {CONFIG} beside them says {noted}: they are of different saves"))
-        }
-        Some(_) | None => Ok(()),
-    }
+    let noted = note.get("world_size").and_then(serde_json::Value::as_u64).unwrap_or(world);
+    let what =
+        format_args!("files of {world} ranks, and {CONFIG} beside them says {noted}: they are of different saves");
+    ensure(noted == world, what)
 }
 
 /// What the file of a rank says.
@@ -151,11 +149,9 @@ fn rank_state(opened: &OpenedArchive, file: FileId, rank: u64) -> Result<RankSta
                 for (PlacedShard { offsets, sizes }, id) in own {
                     let (found, local) = local(id)?;
                     let of = &local.extents;
-                    if found != dtype || of[..] != sizes {
-                        return Err(format!(
-                            "tensor {name:?}: expected a shard of {dtype} {sizes:?}, found {found} {of:?}"
-                        ));
-                    }
+                    let what =
+                        format_args!("tensor {name:?}: expected a shard of {dtype} {sizes:?}, found {found} {of:?}");
+                    ensure(found == dtype && of[..] == sizes, what)?;
                     shards.push(StoredBox { origin: PerAxis::from_vec(offsets), ..local });
                 }
                 let mut hasher = DefaultHasher::new();
@@ -199,26 +195,22 @@ impl Assembly<'_> {
     fn plain(&mut self, first: &StoredBox, parts: &Parts<'_>) -> Assembled {
         for part in parts {
             match part.2 {
-                Part::Plain(local) if local.extents == first.extents => {}
                 Part::Plain(local) => {
-                    return Err(format!(
-                        "{:?} in {}, {:?} in {}, and nothing says how it is cut",
-                        first.extents,
-                        self.file(&parts[0]),
-                        local.extents,
-                        self.file(part)
-                    ));
+                    let [(of_first, here), (of_other, there)] =
+                        [(first, &parts[0]), (local, part)].map(|(local, part)| (&local.extents, self.file(part)));
+                    let what =
+                        format_args!("{of_first:?} in {here}, {of_other:?} in {there}, and nothing says how it is cut");
+                    ensure(of_other == of_first, what)?;
                 }
                 Part::Meshed { .. } | Part::Sharded { .. } => return Err(self.mixed(&parts[0], part)),
             }
         }
-        if self.world > 1 && !self.says_sharding {
-            return Err(format!(
-                "nothing in the files of {} ranks says how tensors are cut: each may be whole or a part; save DTensors, or by \
-                 torch.distributed.checkpoint",
-                self.world
-            ));
-        }
+        let what = format_args!(
+            "nothing in the files of {} ranks says how tensors are cut: each may be whole or a part; save DTensors, or by \
+             torch.distributed.checkpoint",
+            self.world
+        );
+        ensure(self.world <= 1 || self.says_sharding, what)?;
         self.plain += 1;
         Ok((first.extents.to_vec(), vec![first.clone()]))
     }
@@ -241,22 +233,17 @@ impl Assembly<'_> {
                 return Err(self.mixed(&parts[0], part));
             };
             let (first, this) = (self.file(&parts[0]), self.file(part));
-            if own.mesh.ranks != sharding.mesh.ranks {
-                let ranks =
-                    |sharding: &MeshSharding| sharding.mesh.ranks.iter().take(NAMED).copied().collect::<Vec<u64>>();
-                return Err(format!(
-                    "{first} has it on a mesh of ranks {:?}, {this} on one of ranks {:?}: nothing says whether these are copies or parts \
-                     (experts split by hand, for example); save it on one mesh of all ranks",
-                    ranks(sharding),
-                    ranks(own)
-                ));
-            }
-            if (own_shape, own) != (shape, sharding) {
-                return Err(format!(
-                    "{first} says {shape:?}, {:?} over a mesh of {:?}, and {this} says {own_shape:?}, {:?} over {:?}",
-                    sharding.placements, sharding.mesh.shape, own.placements, own.mesh.shape
-                ));
-            }
+            let [ranks, of_other] = [sharding, own].map(|of| &of.mesh.ranks[..of.mesh.ranks.len().min(NAMED)]);
+            let what = format_args!(
+                "{first} has it on a mesh of ranks {ranks:?}, {this} on one of ranks {of_other:?}: nothing says whether these are copies \
+                 or parts (experts split by hand, for example); save it on one mesh of all ranks"
+            );
+            ensure(own.mesh.ranks == sharding.mesh.ranks, what)?;
+            let what = format_args!(
+                "{first} says {shape:?}, {:?} over a mesh of {:?}, and {this} says {own_shape:?}, {:?} over {:?}",
+                sharding.placements, sharding.mesh.shape, own.placements, own.mesh.shape
+            );
+            ensure((own_shape, own) == (shape, sharding), what)?;
             by_rank.insert(part.0, local);
         }
         let mut boxes = Vec::new();
@@ -269,17 +256,15 @@ impl Assembly<'_> {
             let runs = runs.ok_or_else(|| "its placements cut it into more runs than are read".to_owned())?;
             let expected: Vec<u64> = runs.iter().map(|runs| runs.iter().map(|(_, len)| len).sum()).collect();
             let is_empty = |shape: &[u64]| shape.contains(&0);
-            if local.extents[..] != expected && !(is_empty(&expected) && is_empty(&local.extents)) {
-                return Err(format!(
-                    "expected {expected:?} in {} by its placements {:?}, found {:?}",
-                    self.job.path(local.file),
-                    sharding.placements,
-                    local.extents
-                ));
-            }
-            if runs.iter().fold(1, |boxes: usize, runs| boxes.saturating_mul(runs.len().max(1))) > BOXES_MAX {
-                return Err(format!("its placements cut the part of rank {rank} into more than {BOXES_MAX} boxes"));
-            }
+            let (path, found) = (self.job.path(local.file), &local.extents);
+            let is_alike = found[..] == expected || is_empty(&expected) && is_empty(found);
+            let placements = &sharding.placements;
+            let what =
+                format_args!("expected {expected:?} in {path} by its placements {placements:?}, found {found:?}");
+            ensure(is_alike, what)?;
+            let count = runs.iter().fold(1, |boxes: usize, runs| boxes.saturating_mul(runs.len().max(1)));
+            let what = format_args!("its placements cut the part of rank {rank} into more than {BOXES_MAX} boxes");
+            ensure(count <= BOXES_MAX, what)?;
             if !sharding.is_copy(&coordinate) && !is_empty(&expected) {
                 boxes.extend(boxes_of(local, &runs, element_bytes));
             }
@@ -297,10 +282,9 @@ impl Assembly<'_> {
             let Part::Sharded { shape: own_shape, all: own_all, own } = part.2 else {
                 return Err(self.mixed(&parts[0], part));
             };
-            if (own_shape, *own_all) != (shape, all) {
-                let (first, this) = (self.file(&parts[0]), self.file(part));
-                return Err(format!("{first} and {this} say different shards of it"));
-            }
+            let (first, this) = (self.file(&parts[0]), self.file(part));
+            let what = format_args!("{first} and {this} say different shards of it");
+            ensure((own_shape, *own_all) == (shape, all), what)?;
             // Copies of a shard have its place.
             let own = own.iter().filter(|local| !local.extents.contains(&0));
             boxes.extend(own.filter(|local| placed.insert(&local.origin)).cloned());

@@ -49,7 +49,7 @@ impl<'a> RankJob<'a> {
 
     /// That something holds, or what is wrong with a file.
     pub(super) fn ensure(&self, holds: bool, file: FileId, what: impl Display) -> Result<(), Problem> {
-        if holds { Ok(()) } else { Err(self.fault(file, what)) }
+        ensure(holds, what).map_err(|what| self.fault(file, what))
     }
 
     /// What `interpret` makes of each file, in order, or the problems of all that cannot be read.
@@ -90,6 +90,11 @@ impl<'a> RankJob<'a> {
         }
         builder.finish()
     }
+}
+
+/// That something holds, or what is wrong.
+pub(super) fn ensure(holds: bool, what: impl Display) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(what.to_string()) }
 }
 
 /// A tensor of a file, which messages call `what`.

@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use ckfs_format::torch::{
     megatron::{self, MegatronArguments},
     read::{OpenedArchive, SavedTensor},
+    state::TorchTensor,
 };
 use ckfs_source::FileId;
 use serde_json::{Map, Value as Json};
@@ -21,7 +22,7 @@ use super::{
         mosaic::StoredBox,
         problem::{Problem, Problems},
     },
-    job::{Assembled, NAMED, RankJob, Saved, lacking, left_out, tensor_of},
+    job::{Assembled, NAMED, RankJob, Saved, ensure, lacking, left_out, tensor_of},
     names::{MEGATRON_FILE, RankFile},
 };
 
@@ -166,13 +167,9 @@ fn assemble(name: &str, parts: &Parts, arguments: &MegatronArguments) -> Result<
                 Some(expert) => format!("expert {expert} is not there on rank {rank}"),
                 None => format!("not there on rank {rank}"),
             })?;
-            let tensor = &part.1.tensor;
-            if (tensor.dtype, &tensor.shape) != (dtype, &local) {
-                return Err(format!(
-                    "{dtype} {local:?} on one rank, {} {:?} on rank {rank}",
-                    tensor.dtype, tensor.shape
-                ));
-            }
+            let TorchTensor { dtype: found, shape, .. } = &part.1.tensor;
+            let what = format_args!("{dtype} {local:?} on one rank, {found} {shape:?} on rank {rank}");
+            ensure((*found, shape) == (dtype, &local), what)?;
             if cut == Cut::Whole && rank > 0 {
                 continue;
             }

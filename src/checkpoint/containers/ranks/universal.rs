@@ -20,6 +20,7 @@ use super::{
         problem::Problems,
         table::{NewRow, RowPlace, TensorTable},
     },
+    job::ensure,
     zero::{ModelFile, OptimizerFile, Pickled, Zero, kept_name},
 };
 
@@ -102,9 +103,8 @@ fn files(zero: &Zero<'_>, table: &TensorTable) -> Result<(Files, Vec<UnnamedTens
 
 impl Universal<'_> {
     fn add(&mut self, name: &str, word: &str, file: UniversalFile) -> Result<(), String> {
-        if name.is_empty() || name.contains(['/', '\0']) || [".", "..", "optimizer_state.pt"].contains(&name) {
-            return Err(format!("parameter {name:?} has no name of a directory"));
-        }
+        let is_odd = name.is_empty() || name.contains(['/', '\0']) || [".", "..", "optimizer_state.pt"].contains(&name);
+        ensure(!is_odd, format_args!("parameter {name:?} has no name of a directory"))?;
         self.files.insert(format!("zero/{name}/{word}.pt"), file);
         Ok(())
     }
@@ -158,9 +158,8 @@ impl Universal<'_> {
                 let shape = tensor.shape.clone();
                 UniversalFile::Values { bytes: self.converted(file, name, saved)?, shape }
             } else if is_other {
-                if tensor.strides.as_slice() != row_major(&tensor.shape).as_slice() {
-                    return Err(format!("{name:?} of the module does not lie in one piece"));
-                }
+                let is_whole = tensor.strides.as_slice() == row_major(&tensor.shape).as_slice();
+                ensure(is_whole, format_args!("{name:?} of the module does not lie in one piece"))?;
                 let span = saved.span();
                 let place = (file, span.start, span.end - span.start);
                 UniversalFile::Unnamed(self.row(name.clone(), tensor.dtype, tensor.shape.clone(), place)?)
@@ -180,9 +179,9 @@ impl Universal<'_> {
         let (tensor, span) = (&saved.tensor, saved.span());
         let (is_signed, len) = (SIGNED.contains(&tensor.dtype), span.end - span.start);
         let is_whole = tensor.strides.as_slice() == row_major(&tensor.shape).as_slice();
-        if len > INTEGER_BYTES_MAX || !is_whole || !(is_signed || UNSIGNED.contains(&tensor.dtype)) {
-            return Err(format!("{name:?} of the module: {} {:?} are not converted", tensor.dtype, tensor.shape));
-        }
+        let is_read = len <= INTEGER_BYTES_MAX && is_whole && (is_signed || UNSIGNED.contains(&tensor.dtype));
+        let what = format_args!("{name:?} of the module: {} {:?} are not converted", tensor.dtype, tensor.shape);
+        ensure(is_read, what)?;
         let source = self.zero.job.files.source;
         let bytes = source.read_bytes(file, span.start, len).map_err(|error| error.to_string())?;
         let of = |bytes: &[u8]| {
