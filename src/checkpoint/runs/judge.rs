@@ -17,11 +17,10 @@ use super::{
         ranks::{MEGATRON_FILE, megatron_ranks},
         tree::{TreeEntry, below, directories, file_names, has},
     },
-    found::{FoundStep, FoundSteps, StepKind, StepState},
+    found::{self, FoundStep, FoundSteps, StepKind, StepState, Trackers},
     names::{self, ORBAX_UNFINISHED, StepName},
     ranks,
     step_tree::StepTree,
-    tracker::{self, Trackers},
 };
 /// Directories of a run in which trainers keep their steps.
 const INSIDE: [&str; 3] = ["checkpoints", "checkpoint", "weights"];
@@ -113,7 +112,6 @@ fn steps_in(tree: &dyn StepTree, directory: &str, (before, holds): Before<'_>) -
     {
         common.is_stable = common.is_stable || tree.len_bytes(&below(&name, STABLE))?.is_some();
     }
-    let at_work: Vec<&str> = file_names(&entries).filter(|name| name.ends_with(UNFINISHED_BESIDE)).collect();
     let mut steps = Vec::new();
     for (own_name, parsed) in of_run {
         let name = below(directory, own_name);
@@ -124,7 +122,7 @@ fn steps_in(tree: &dyn StepTree, directory: &str, (before, holds): Before<'_>) -
             None => common.step(&name, *parsed)?,
         };
         let beside = format!("{}{UNFINISHED_BESIDE}", stem(own_name));
-        if at_work.contains(&beside.as_str()) {
+        if has(&entries, &beside) {
             state = unfinished(format!("{beside} is beside it: its writer is still at work, or was stopped"));
         }
         let is_at_work = parsed.unfinished.is_some();
@@ -351,9 +349,9 @@ impl InCommon<'_> {
     /// What the tracker of the run says against a step, where its writer keeps one.
     fn by_tracker(&self, StepName { prefix, number, .. }: StepName<'_>) -> Option<String> {
         if prefix == MEGATRON_PREFIX {
-            return self.trackers.unfinished(&[tracker::MEGATRON], number);
+            return self.trackers.unfinished(&[found::MEGATRON], number);
         }
-        let of_rl = [tracker::MEGATRON, tracker::SKYRL];
+        let of_rl = [found::MEGATRON, found::SKYRL];
         if prefix == "global_step_" || self.trackers.has(&of_rl) && !prefix.is_empty() {
             return self.trackers.unfinished(&of_rl, number);
         }
@@ -369,8 +367,7 @@ impl InCommon<'_> {
         let tracker = || self.by_tracker(step);
         if let Some((kind, all)) = ranks::of_files(entries) {
             let is_own = step.prefix == GLOBAL_PREFIX;
-            let of_deepspeed =
-                || is_own.then(|| self.trackers.unfinished(&[tracker::DEEPSPEED], step.number)).flatten();
+            let of_deepspeed = || is_own.then(|| self.trackers.unfinished(&[found::DEEPSPEED], step.number)).flatten();
             return judged(kind, path, all, if kind == StepKind::DeepSpeed { of_deepspeed() } else { tracker() });
         }
         let (classic, numbers): (Vec<&str>, Vec<Vec<u64>>) =
@@ -389,8 +386,8 @@ impl InCommon<'_> {
         let is_place =
             |name: &&str| ranks::MODEL_DIRECTORIES.contains(name) || name.starts_with(GLOBAL_PREFIX) && !has_weights;
         // `DeepSpeed` names the one that counts beside them. Read from there it has the configuration that is there too.
-        let tag = if has(entries, tracker::DEEPSPEED) && !has_weights {
-            self.tree.small(&below(path, tracker::DEEPSPEED))?.unwrap_or_default()
+        let tag = if has(entries, found::DEEPSPEED) && !has_weights {
+            self.tree.small(&below(path, found::DEEPSPEED))?.unwrap_or_default()
         } else {
             Vec::new()
         };

@@ -26,7 +26,6 @@ mod remote;
 mod step_tree;
 #[cfg(test)]
 mod tests;
-mod tracker;
 
 use std::path::{Path, PathBuf};
 

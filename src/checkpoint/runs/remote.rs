@@ -19,24 +19,23 @@ use crate::{
 
 /// A listing.
 pub(super) struct RemoteSteps {
+    /// Without its files.
     repository: RemoteRepository,
-    /// Places in the list, by path.
-    files: BTreeMap<String, usize>,
+    /// By path.
+    files: BTreeMap<String, RemoteFile>,
     options: OpenOptions,
 }
 
 impl RemoteSteps {
-    pub(super) fn new(repository: RemoteRepository, options: &OpenOptions) -> Self {
-        let files = repository.files.iter().enumerate().map(|(place, file)| (file.path.clone(), place)).collect();
+    pub(super) fn new(mut repository: RemoteRepository, options: &OpenOptions) -> Self {
+        let files = std::mem::take(&mut repository.files).into_iter().map(|file| (file.path.clone(), file)).collect();
         Self { repository, files, options: options.clone() }
     }
 
     fn inside(&self, directory: &str) -> impl Iterator<Item = (&str, &RemoteFile)> {
         let prefix = below(directory, "");
         let from = self.files.range(prefix.clone()..);
-        let files = &self.repository.files;
-        from.map_while(move |(path, place)| Some((path.strip_prefix(&prefix)?, *place)))
-            .map(|(rest, place)| (rest, &files[place]))
+        from.map_while(move |(path, file)| Some((path.strip_prefix(&prefix)?, file)))
     }
 }
 
@@ -50,11 +49,11 @@ impl StepTree for RemoteSteps {
     }
 
     fn len_bytes(&self, path: &str) -> Result<Option<u64>, SourceError> {
-        Ok(self.files.get(path).map(|place| self.repository.files[*place].size_bytes))
+        Ok(self.files.get(path).map(|file| file.size_bytes))
     }
 
     fn small(&self, path: &str) -> Result<Option<Vec<u8>>, SourceError> {
-        let Some(file) = self.files.get(path).map(|place| &self.repository.files[*place]) else { return Ok(None) };
+        let Some(file) = self.files.get(path) else { return Ok(None) };
         if file.size_bytes > SMALL_BYTES_MAX {
             return Ok(None);
         }
