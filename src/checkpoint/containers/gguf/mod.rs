@@ -105,14 +105,6 @@ struct Placed {
     start: u64,
 }
 
-/// A tensor of the repository.
-struct Shown {
-    name: String,
-    dtype: DType,
-    shape: Vec<u64>,
-    boxes: Vec<StoredBox>,
-}
-
 /// Reads the files of a model. `has_companion` if configuration and tokenizer come from another repository.
 pub(crate) fn read(
     files: &PinnedFiles<'_>,
@@ -143,7 +135,7 @@ pub(crate) fn read(
             None => Ok(model),
         }
     });
-    let (mut left_out, mut warnings) = (Vec::new(), Vec::new());
+    let (mut left_out, mut warnings, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
     let mut layout = Layout { first: source.file_count(), ..Layout::default() };
     for (file, tensor) in tensors() {
         let change = GgufChange::Nothing;
@@ -154,18 +146,18 @@ pub(crate) fn read(
         };
         let laid_out = layout.push(target, (file, tensor));
         if laid_out.is_none() {
-            layout.wrong.push(tensor.name.clone());
+            wrong.push(&tensor.name);
         }
     }
-    layout.wrong.extend(layout.halves.values().map(|(_, (_, tensor))| tensor.name.clone()));
-    for name in &layout.wrong {
+    wrong.extend(layout.halves.values().map(|(_, (_, tensor))| &tensor.name));
+    for name in wrong {
         let what = "expected a shape that divides as the metadata says, and a second tensor of the same form where two become one";
         problems.push(Problem::Other(format!("{name}: {what}")));
     }
     let Layout { decoded, shown, .. } = layout;
     let looked_at = ChunkSource::looked_at(source, &decoded, problems);
     let mut builder = MosaicBuilder::new(&looked_at, problems);
-    for Shown { name, dtype, shape, boxes } in shown {
+    for (name, dtype, shape, boxes) in shown {
         builder.add(&name, dtype, &shape, boxes, None);
     }
     let table = builder.finish();
@@ -201,11 +193,10 @@ struct Layout<'a> {
     /// Number of files before the decoded ones.
     first: usize,
     decoded: Vec<DecodedFile>,
-    shown: Vec<Shown>,
+    /// The tensors of the repository: name, type, shape and boxes.
+    shown: Vec<(String, DType, Vec<u64>, Vec<StoredBox>)>,
     /// Stored tensors whose second half was not met yet, by the name of the whole.
     halves: BTreeMap<String, (usize, (FileId, &'a GgufTensor))>,
-    /// Names of stored tensors that are not as they must be.
-    wrong: Vec<String>,
 }
 
 impl<'a> Layout<'a> {
@@ -270,11 +261,9 @@ impl<'a> Layout<'a> {
             }
             (GgufChange::Experts, [experts @ 0..=PARTS_MAX, of_one @ ..]) => {
                 let elements: u64 = of_one.iter().product();
-                self.shown.extend((0..*experts).map(|expert| Shown {
-                    name: name.replace("{e}", &expert.to_string()),
-                    dtype: placed.dtype,
-                    shape: of_one.to_vec(),
-                    boxes: vec![placed.part(expert * elements, of_one)],
+                self.shown.extend((0..*experts).map(|expert| {
+                    let boxes = vec![placed.part(expert * elements, of_one)];
+                    (name.replace("{e}", &expert.to_string()), placed.dtype, of_one.to_vec(), boxes)
                 }));
                 return Some(());
             }
@@ -291,7 +280,7 @@ impl<'a> Layout<'a> {
             }
             _ => return None,
         };
-        self.shown.push(Shown { name, dtype: placed.dtype, shape, boxes });
+        self.shown.push((name, placed.dtype, shape, boxes));
         Some(())
     }
 
@@ -316,7 +305,7 @@ impl<'a> Layout<'a> {
         if let [_, middle, last] = &mut part.strides[..] {
             (*middle, *last) = (1, columns);
         }
-        self.shown.push(Shown { name, dtype: placed.dtype, shape, boxes: vec![part] });
+        self.shown.push((name, placed.dtype, shape, vec![part]));
         Some(())
     }
 
@@ -339,7 +328,7 @@ impl<'a> Layout<'a> {
             [key, value]
         });
         let (boxes, shape) = (boxes.collect(), vec![heads * (of_keys + of_values), rank]);
-        self.shown.push(Shown { name, dtype: DType::F32, shape, boxes });
+        self.shown.push((name, DType::F32, shape, boxes));
         Some(())
     }
 }
