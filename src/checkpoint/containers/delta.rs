@@ -33,18 +33,9 @@ pub(crate) struct DeltaTensor {
 }
 
 impl DeltaTensor {
-    /// Its bytes in every version.
-    pub(crate) const fn len_bytes(&self) -> u64 {
-        self.base.1.len()
-    }
-
-    fn last(&self) -> &Difference {
+    /// Its last difference.
+    pub(crate) fn last(&self) -> &Difference {
         self.differences.last().expect("a tensor without differences is that of the base")
-    }
-
-    /// Where its last difference is.
-    pub(crate) fn newest(&self) -> (FileId, ByteSpan) {
-        (self.last().file, self.last().span)
     }
 
     /// The files that it is made of.

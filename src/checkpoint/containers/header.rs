@@ -13,7 +13,7 @@ use super::super::{
     folder::PinnedFiles,
     index::Index,
     problem::{Problem, Problems},
-    table::{NewRow, RowPlace, TensorInfo, TensorTable},
+    table::{NewRow, RowPlace, TensorTable},
 };
 
 /// The header of a file, which messages call `shown`.
@@ -56,12 +56,7 @@ pub(crate) fn rows(headers: &[(FileId, Header)]) -> impl Iterator<Item = NewRow<
     })
 }
 
-impl<'a> PinnedFiles<'a> {
-    /// The file of a stored tensor.
-    fn path_of(&self, tensor: &TensorInfo<'_>) -> &'a str {
-        self.path(tensor.first_file().expect("headers have stored tensors only"))
-    }
-
+impl PinnedFiles<'_> {
     /// Whether an index names the tensors of a table and no others, each once and in its file: it has nothing to compare then.
     pub(crate) fn agree_with_index(&self, index: &Index<'_>, table: &TensorTable) -> bool {
         if index.tensors.len() != table.len() {
@@ -92,7 +87,8 @@ impl<'a> PinnedFiles<'a> {
             both.entry(name).or_default().0.push(&index.files[*file as usize]);
         }
         for tensor in table.by_name().map(|id| table.tensor(id)) {
-            both.entry(tensor.name).or_default().1.get_or_insert_with(|| self.path_of(&tensor));
+            let path = || self.path(tensor.first_file().expect("headers have stored tensors only"));
+            both.entry(tensor.name).or_default().1.get_or_insert_with(path);
         }
         for (name, (named, found)) in both {
             match (named.iter().min(), found) {

@@ -245,11 +245,6 @@ fn part_of_ranks(table: &TensorTable, config: &Value) -> Option<Problem> {
     Some(Problem::of_shape(info.name, info.dtype, info.shape, fault))
 }
 
-/// Whether some tensor is stored in parts.
-fn has_parts(table: &TensorTable) -> bool {
-    table.iter().any(|(_, info)| matches!(info.storage, Storage::Mosaic(_)))
-}
-
 /// Compares tensors with the configuration. Too short ones are refused if `are_ranks`, where the files are those of ranks. Returns a
 /// warning otherwise, also of too long ones if the configuration is `of_another` repository: a vocabulary may have grown since.
 pub(crate) fn compare(
@@ -266,8 +261,8 @@ pub(crate) fn compare(
         (found < promised).then_some((promised, what, found))
     };
     let is_embedding = |name: &str| EMBEDDINGS.iter().any(|end| name.ends_with(end));
-    let refuses = are_ranks && has_parts(table);
-    if refuses {
+    let is_part = |info: &TensorInfo<'_>| matches!(info.storage, Storage::Mosaic(_));
+    if are_ranks && table.iter().any(|(_, info)| is_part(&info)) {
         let found = table.iter().filter_map(|(_, info)| Some((info, short(&info)?)));
         for (info, (promised, what, rows)) in found.take(FIRST) {
             let fault = format!(

@@ -74,7 +74,7 @@ impl ChunkSource {
             let pin = inner.pin(file.stored_in).clone();
             let files = file.files();
             let gates = AccessRules::all(files.iter().map(|file| &inner.pin(*file).gates)).unwrap_or(pin.gates);
-            Pin { len_bytes: file.len_bytes(), gates, ..pin }
+            Pin { len_bytes: file.len_bytes, gates, ..pin }
         };
         let pins = files.iter().map(pin).collect();
         let chunk_bytes_max = files.iter().map(DecodedFile::chunk_bytes).max().unwrap_or(0);
@@ -108,7 +108,7 @@ impl ChunkSource {
         parts: &'p mut [FetchPart<'_>],
         wanted: &mut BTreeMap<(u32, u64), Wanted<'p>>,
     ) -> Result<(), SourceError> {
-        let (chunk_bytes, len_bytes) = (decoded.chunk_bytes(), decoded.len_bytes());
+        let (chunk_bytes, len_bytes) = (decoded.chunk_bytes(), decoded.len_bytes);
         for part in parts {
             let beyond = ByteSpan::new(part.start, u64::MAX).expect("no start is above u64::MAX");
             let span = part.span().unwrap_or(beyond);
@@ -152,9 +152,12 @@ impl ChunkSource {
                 Ok(bytes)
             }
             (FileCoding::Blocks(_), CodedBytes::Inline(_)) => unreachable!("blocks are in files"),
-            (FileCoding::Array(array), CodedBytes::Inline(bytes)) => array.decode_by_definition(bytes),
+            (FileCoding::Array(array), CodedBytes::Inline(bytes)) => {
+                array.array.decode_by_definition(array.is_inner, bytes)
+            }
             (FileCoding::Array(array), CodedBytes::Span(span)) => {
-                array.decode_by_definition(&self.inner.read_bytes(decoded.stored_in, span.start(), span.len())?)
+                let stored = self.inner.read_bytes(decoded.stored_in, span.start(), span.len())?;
+                array.array.decode_by_definition(array.is_inner, &stored)
             }
         };
         let bytes = Arc::new(bytes.map_err(|error| self.decoder.undecodable(decoded, chunk, error))?);
@@ -296,7 +299,7 @@ impl Source for ChunkSource {
 impl DecodedChunks for ChunkSource {
     fn coded(&self, file: FileId, at: u64) -> Option<Coded> {
         let (_, decoded) = self.decoded(file)?;
-        let chunk = decoded.chunk_at(at)?;
+        let chunk = decoded.chunk(at / decoded.chunk_bytes())?;
         let (name, codec) = decoded.described(&chunk);
         Some(Coded {
             chunk: name,
@@ -355,7 +358,7 @@ impl ChunkSource {
         work: &mut dyn FnMut(&[u8]),
     ) -> Result<(), SourceError> {
         self.inner.health().usable(decoded.stored_in)?;
-        let len_bytes = decoded.len_bytes();
+        let len_bytes = decoded.len_bytes;
         if span.end() > len_bytes {
             return Err(SourceError::out_of_bounds(&self.pin(file).path, span, len_bytes));
         }
@@ -436,7 +439,7 @@ impl Maps for ChunkSource {
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
         if let Some((number, decoded)) = self.decoded(file) {
             let chunk_bytes = decoded.chunk_bytes();
-            let last = span.end().min(decoded.len_bytes()).div_ceil(chunk_bytes);
+            let last = span.end().min(decoded.len_bytes).div_ceil(chunk_bytes);
             (span.start() / chunk_bytes..last).for_each(|chunk| self.decoder.expect((number, chunk)));
             return false;
         }

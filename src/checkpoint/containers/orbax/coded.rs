@@ -3,13 +3,16 @@
 //! The decoded chunks of one array that lie in one file are shown as one more file, a *decoded file*: chunk after chunk, all of
 //! the same length. Then a decoded chunk is a span like any other, and every file has exactly one file that can change under it.
 
-use std::{borrow::Cow, io::BufRead, ops::Range, sync::Arc};
+use std::{borrow::Cow, ops::Range, sync::Arc};
 
 use ckfs_format::zarr::read::{Array, ArrayBytes, ChunkError, Codecs, Packing, ShardCodec};
 use ckfs_source::{BufferMemory, ByteSpan, FileId};
 use ckfs_tensor::{to_usize, unravel};
 
-use super::super::{blocks::BlockTensor, delta::DeltaTensor};
+use super::super::{
+    blocks::BlockTensor,
+    delta::{DeltaTensor, Difference},
+};
 
 /// An array whose chunks are decoded.
 #[derive(Debug)]
@@ -78,7 +81,8 @@ pub(crate) struct DecodedFile {
     pub(super) stored_in: FileId,
     /// The chunks in the order in which they are shown: that of their places. Those of blocks are computed.
     chunks: Vec<CodedChunk>,
-    len_bytes: u64,
+    /// Length of the decoded file in bytes.
+    pub(super) len_bytes: u64,
 }
 
 impl CodedArray {
@@ -107,7 +111,7 @@ impl CodedArray {
     }
 
     /// The codecs of a chunk.
-    fn codecs(&self) -> &Codecs {
+    pub(super) fn codecs(&self) -> &Codecs {
         self.sharding().map_or(&self.array.codecs, |sharding| &sharding.codecs)
     }
 
@@ -115,30 +119,6 @@ impl CodedArray {
     pub(super) fn decoding_bytes(&self) -> u64 {
         let chunk = BufferMemory::occupied_bytes(to_usize(self.chunk_bytes())) as u64;
         chunk.saturating_mul(self.codecs().copies())
-    }
-
-    /// Whether [`Self::decode_stream`] decodes its chunks.
-    pub(super) fn can_stream(&self) -> bool {
-        self.codecs().can_stream()
-    }
-
-    /// Decodes a chunk while its stored bytes are read.
-    ///
-    /// # Errors
-    /// [`ChunkError`], also if `stored` fails. `target` has then any content.
-    ///
-    /// # Panics
-    /// If [`Self::can_stream`] is false.
-    pub(super) fn decode_stream(&self, stored: impl BufRead, target: &mut [u8]) -> Result<(), ChunkError> {
-        self.codecs().decode_stream(self.array.dtype, stored, target)
-    }
-
-    /// The same by the slow decoder.
-    ///
-    /// # Errors
-    /// [`ChunkError`].
-    pub(super) fn decode_by_definition(&self, stored: &[u8]) -> Result<Vec<u8>, ChunkError> {
-        self.array.decode_by_definition(self.is_inner, stored)
     }
 
     /// The chunk's key, and its numbers in the shard.
@@ -183,10 +163,10 @@ impl DecodedFile {
 
     /// A tensor that is stored as differences.
     pub(crate) fn of_delta(tensor: DeltaTensor) -> Self {
-        let (file, span) = tensor.newest();
-        let chunk = CodedChunk { number: 0, inner: 0, bytes: CodedBytes::Span(span) };
-        let len_bytes = tensor.len_bytes();
-        Self { coding: FileCoding::Delta(Arc::new(tensor)), stored_in: file, chunks: vec![chunk], len_bytes }
+        let Difference { file: stored_in, span, .. } = *tensor.last();
+        let chunks = vec![CodedChunk { number: 0, inner: 0, bytes: CodedBytes::Span(span) }];
+        let len_bytes = tensor.base.1.len();
+        Self { coding: FileCoding::Delta(Arc::new(tensor)), stored_in, chunks, len_bytes }
     }
 
     /// A tensor that is stored as blocks.
@@ -237,11 +217,6 @@ impl DecodedFile {
         }
     }
 
-    /// Length of the decoded file in bytes.
-    pub(super) const fn len_bytes(&self) -> u64 {
-        self.len_bytes
-    }
-
     /// Numbers of chunks, the one with the most stored bytes among them.
     pub(super) fn largest(&self) -> Range<u64> {
         if self.is_of_blocks() { 0..u64::from(self.len_bytes > 0) } else { 0..self.chunks.len() as u64 }
@@ -254,11 +229,6 @@ impl DecodedFile {
             return Some(Cow::Owned(CodedChunk { number, inner: 0, bytes }));
         }
         self.chunks.get(usize::try_from(number).ok()?).map(Cow::Borrowed)
-    }
-
-    /// The chunk with byte `at`.
-    pub(super) fn chunk_at(&self, at: u64) -> Option<Cow<'_, CodedChunk>> {
-        self.chunk(at / self.chunk_bytes())
     }
 }
 

@@ -62,7 +62,7 @@ impl Decoder {
         };
         let (len, stored_len) = match &decoded.coding {
             FileCoding::Array(array) => (array.chunk_bytes(), if is_streamed(array, stored) { 0 } else { stored }),
-            FileCoding::Delta(tensor) => (decoded.len_bytes(), tensor.stored_bytes_max()),
+            FileCoding::Delta(tensor) => (decoded.len_bytes, tensor.stored_bytes_max()),
             FileCoding::Blocks(tensor) => (tensor.bytes_of(chunk.number), stored),
         };
         ExpectedChunk { key, len, stored_len }
@@ -132,7 +132,8 @@ impl Decoder {
                     end: span.end(),
                     error: None,
                 };
-                let made = array.decode_stream(BufReader::with_capacity(STREAMED_STEP_BYTES, &mut bytes), target);
+                let stored = BufReader::with_capacity(STREAMED_STEP_BYTES, &mut bytes);
+                let made = array.codecs().decode_stream(array.array.dtype, stored, target);
                 if let Some(error) = bytes.error {
                     return Err(error);
                 }
@@ -203,7 +204,7 @@ impl Decoder {
 
 /// Whether the stored bytes of a chunk are decoded while they are read.
 fn is_streamed(array: &CodedArray, stored_len: u64) -> bool {
-    stored_len >= STREAMED_BYTES_MIN && array.can_stream()
+    stored_len >= STREAMED_BYTES_MIN && array.codecs().can_stream()
 }
 
 /// Reads a span of a file of a source.
