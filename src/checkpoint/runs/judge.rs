@@ -223,9 +223,7 @@ impl InCommon<'_> {
     }
 
     fn orbax(&self, path: &str, entries: &[TreeEntry]) -> Verdict {
-        let judged = |state| Ok(Some(Judged { kind: StepKind::Orbax, path: path.to_owned(), state }));
         let is_sign = |name: &str| [CHECKPOINT_METADATA, METADATA, COMMIT_SUCCESS, ocdbt::MANIFEST].contains(&name);
-        let mut is_orbax = entries.iter().any(|entry| is_sign(&entry.name));
         let mut arrays = Vec::new();
         let mut at_work = None;
         for name in directories(entries) {
@@ -238,43 +236,21 @@ impl InCommon<'_> {
                 }
             }
         }
-        is_orbax |= at_work.is_some() || !arrays.is_empty();
-        if !is_orbax {
+        if at_work.is_none() && arrays.is_empty() && !entries.iter().any(|entry| is_sign(&entry.name)) {
             return Ok(None);
         }
-        if let Some(reason) = at_work {
-            return judged(unfinished(reason));
-        }
         let itself = is_item(entries);
-        if let Some(reason) = self.unfinished_orbax(path, entries, itself)? {
-            return judged(unfinished(reason));
+        let mut reason = at_work;
+        if reason.is_none() {
+            reason = self.unfinished_orbax(path, entries, itself)?;
         }
-        if arrays.is_empty() && !itself {
-            return judged(unfinished("there are no arrays in it yet"));
-        }
-        let own = itself.then(|| ("", entries.to_vec()));
-        for (name, inside) in arrays.into_iter().chain(own) {
-            let lacks = |what: &str| {
-                let place = if name.is_empty() { String::new() } else { format!("{name}: ") };
-                unfinished(format!("{place}{what}"))
-            };
-            if !has(&inside, METADATA) {
-                return judged(lacks("_METADATA is missing"));
-            }
-            let of_database = |name: &str| name == "d" || name.starts_with("ocdbt.");
-            let is_database = directories(&inside).any(of_database);
-            if is_database && !has(&inside, ocdbt::MANIFEST) {
-                return judged(lacks("the databases of its processes are not merged yet, manifest.ocdbt is missing"));
-            }
-            if has(&inside, ocdbt::MANIFEST) && !directories(&inside).any(of_database) {
-                return judged(lacks("the directory of its arrays, d, is missing"));
-            }
-            // Without a database each array has a directory.
-            if !has(&inside, ocdbt::MANIFEST) && !directories(&inside).any(|name| name != "array_metadatas") {
-                return judged(lacks("there are no arrays yet"));
-            }
-        }
-        judged(StepState::Complete)
+        let is_empty = arrays.is_empty() && !itself;
+        let reason = reason.or_else(|| is_empty.then(|| "there are no arrays in it yet".to_owned())).or_else(|| {
+            let of_item = |(name, inside): &(&str, Vec<TreeEntry>)| Some(format!("{name}: {}", lacks_of_item(inside)?));
+            arrays.iter().find_map(of_item).or_else(|| lacks_of_item(entries).filter(|_| itself).map(str::to_owned))
+        });
+        let state = reason.map_or(StepState::Complete, StepState::Unfinished);
+        Ok(Some(Judged { kind: StepKind::Orbax, path: path.to_owned(), state }))
     }
 
     /// Why a step of Orbax is unfinished by its own word.
@@ -452,6 +428,23 @@ impl InCommon<'_> {
             StepState::Unmarked
         };
         Some(Judged { kind, path: path.to_owned(), state })
+    }
+}
+
+/// What an item of Orbax lacks that has these entries.
+fn lacks_of_item(entries: &[TreeEntry]) -> Option<&'static str> {
+    let is_database = directories(entries).any(|name| name == "d" || name.starts_with("ocdbt."));
+    let has_manifest = has(entries, ocdbt::MANIFEST);
+    if !has(entries, METADATA) {
+        return Some("_METADATA is missing");
+    }
+    match (is_database, has_manifest) {
+        (true, true) => None,
+        (true, false) => Some("the databases of its processes are not merged yet, manifest.ocdbt is missing"),
+        (false, true) => Some("the directory of its arrays, d, is missing"),
+        // Each array has a directory.
+        (false, false) if directories(entries).any(|name| name != "array_metadatas") => None,
+        (false, false) => Some("there are no arrays yet"),
     }
 }
 
