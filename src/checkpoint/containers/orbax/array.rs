@@ -301,9 +301,8 @@ impl Boxes {
     fn finish(mut self, decoded: &mut Vec<DecodedFile>) -> Result<Vec<ArrayBox>, Problem> {
         let chunk_bytes = self.coded.chunk_bytes();
         for (stored_in, mut chunks) in self.by_file {
-            chunks.sort_by_key(|(chunk, _)| match &chunk.bytes {
-                CodedBytes::Span(span) => (span.start(), chunk.number, chunk.inner),
-                CodedBytes::Inline(_) => (0, chunk.number, chunk.inner),
+            chunks.sort_by_key(|(CodedChunk { number, inner, bytes }, _)| {
+                (bytes.span().map_or(0, ByteSpan::start), *number, *inner)
             });
             let (chunks, boxes): (Vec<_>, Vec<usize>) = chunks.into_iter().unzip();
             let count = chunks.len();

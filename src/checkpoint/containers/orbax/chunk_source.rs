@@ -301,14 +301,7 @@ impl DecodedChunks for ChunkSource {
         let (_, decoded) = self.decoded(file)?;
         let chunk = decoded.chunk(at / decoded.chunk_bytes())?;
         let (name, codec) = decoded.described(&chunk);
-        Some(Coded {
-            chunk: name,
-            codec,
-            stored: match &chunk.bytes {
-                CodedBytes::Span(span) => Some(*span),
-                CodedBytes::Inline(_) => None,
-            },
-        })
+        Some(Coded { chunk: name, codec, stored: chunk.bytes.span() })
     }
 
     fn decode_by_definition(&self, file: FileId, start: u64, target: &mut [u8]) -> Result<(), SourceError> {

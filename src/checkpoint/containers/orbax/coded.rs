@@ -33,6 +33,11 @@ pub(super) enum CodedBytes {
 }
 
 impl CodedBytes {
+    /// The span of the file, if they are there.
+    pub(super) const fn span(&self) -> Option<ByteSpan> {
+        if let Self::Span(span) = self { Some(*span) } else { None }
+    }
+
     /// How many they are.
     pub(super) fn len(&self) -> u64 {
         match self {

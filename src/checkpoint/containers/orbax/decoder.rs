@@ -56,10 +56,7 @@ impl Decoder {
 
     fn expected(&self, key: ChunkKey) -> ExpectedChunk {
         let (decoded, chunk) = self.place(key);
-        let stored = match &chunk.bytes {
-            CodedBytes::Span(span) => span.len(),
-            CodedBytes::Inline(_) => 0,
-        };
+        let stored = chunk.bytes.span().map_or(0, |span| span.len());
         let (len, stored_len) = match &decoded.coding {
             FileCoding::Array(array) => (array.chunk_bytes(), if is_streamed(array, stored) { 0 } else { stored }),
             FileCoding::Delta(tensor) => (decoded.len_bytes, tensor.stored_bytes_max()),
@@ -119,7 +116,7 @@ impl Decoder {
             FileCoding::Array(array) => array,
             FileCoding::Delta(tensor) => return tensor.decode(&*self.inner, stored, target),
             FileCoding::Blocks(tensor) => {
-                let CodedBytes::Span(span) = chunk.bytes else { unreachable!("blocks are in files") };
+                let span = chunk.bytes.span().expect("blocks are in files");
                 return tensor.decode(&*self.inner, span, stored, target);
             }
         };
@@ -153,10 +150,8 @@ impl Decoder {
 
     /// A chunk that is none of the array's codecs.
     pub(super) fn undecodable(&self, decoded: &DecodedFile, chunk: &CodedChunk, error: ChunkError) -> SourceError {
-        let place = match &chunk.bytes {
-            CodedBytes::Span(span) => format!("bytes {span}"),
-            CodedBytes::Inline(_) => "in a node of the database".to_owned(),
-        };
+        let span = chunk.bytes.span();
+        let place = span.map_or_else(|| "in a node of the database".to_owned(), |span| format!("bytes {span}"));
         let action = match &decoded.coding {
             FileCoding::Array(array) => {
                 format!("decode array {}, chunk {} ({place})", array.name, array.chunk_name(chunk))
@@ -175,10 +170,7 @@ impl Decoder {
     /// Has a chunk decoded in another thread, if there is room for it: a reader will want it soon. A failure is not reported: that
     /// reader meets it again.
     pub(super) fn expect(self: &Arc<Self>, key: ChunkKey) {
-        if let CodedBytes::Inline(_) = self.place(key).1.bytes {
-            return;
-        }
-        if self.check_memory(key).is_err() {
+        if self.place(key).1.bytes.span().is_none() || self.check_memory(key).is_err() {
             return;
         }
         let expected = self.expected(key);
