@@ -236,8 +236,8 @@ fn open_folder(mut folder: Folder, options: &OpenOptions, more: MoreFiles) -> Re
     }
     let index = match &text {
         Some((name, text)) => {
-            let parsed = Index::parse(text);
-            let index = parsed.map_err(|error| safetensors::unusable(&folder, name.clone(), json::fault(&error)))?;
+            let unusable = |error| CheckpointError::of_file(&folder.located.label, name, json::fault(&error));
+            let index = Index::parse(text).map_err(unusable)?;
             if index.metadata.as_ref().is_some_and(|metadata| !metadata["delta_encoding"].is_null()) {
                 return open_version(folder.located, options, more);
             }

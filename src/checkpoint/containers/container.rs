@@ -188,18 +188,15 @@ impl Contents {
     }
 }
 
-/// How the files of classic directories of `torch.distributed.checkpoint` end.
-const DISTCP: &str = ".distcp";
-
 /// How the names of files of llama.cpp end.
 const GGUF: &str = ".gguf";
 
-/// The description of such a directory.
+/// The description of a classic directory of `torch.distributed.checkpoint`.
 pub(crate) const DCP_METADATA: &str = ckfs_format::dcp::read::METADATA;
 
 /// Whether a file may hold tensors, by its name.
 pub(crate) fn is_weights(path: &str) -> bool {
-    is_safetensors(path) || is_torch(path) || path.ends_with(DISTCP) || path.ends_with(GGUF)
+    is_safetensors(path) || is_torch(path) || path.ends_with(".distcp") || path.ends_with(GGUF)
 }
 
 /// Whether a file is of `torch.save`, by its name.

@@ -41,9 +41,6 @@ const METADATA_BYTES_MAX: u64 = 16 * JSON_FILE_BYTES_MAX;
 /// Most bytes of what is no tensor, which stay in memory: settings of optimizers, states of data loaders.
 const OBJECTS_BYTES_MAX: u64 = 256 << 20;
 
-/// Files of a directory that hold no tensors, as Megatron-Core and others write them.
-const COMPANIONS: [&str; 3] = [COMMON, FORMAT, DCP_METADATA];
-
 /// Where Megatron-Core puts the arguments of the training, and what is the same on all ranks.
 const COMMON: &str = "common.pt";
 /// Where it says in which format the rest is.
@@ -55,7 +52,7 @@ const RUN_CONFIG: (&str, &str) = ("run_config.yaml", "model:");
 
 /// Chooses the weight files of a classic directory: all that `.metadata` may name.
 pub(crate) fn choose(folder: &mut Folder) {
-    folder.choose(|path| !COMPANIONS.contains(&path) && path.ends_with(".distcp"));
+    folder.choose(|path| path.ends_with(".distcp"));
 }
 
 /// Whether a header says where its tensors are in the whole ones.

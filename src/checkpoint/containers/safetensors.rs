@@ -28,13 +28,8 @@ pub(crate) fn index_text(folder: &mut Folder, of: Indexed) -> Result<Option<(Str
     let Some(name) = folder.choose_index(of)? else { return Ok(None) };
     match folder.read(&name)?.unwrap_or_else(|| Err("not there".into())) {
         Ok(text) => Ok(Some((name, text))),
-        Err(message) => Err(unusable(folder, name, message)),
+        Err(message) => Err(CheckpointError::of_file(&folder.located.label, name, message)),
     }
-}
-
-/// The error of a directory whose index cannot be read.
-pub(crate) fn unusable(folder: &Folder, file: String, message: String) -> CheckpointError {
-    CheckpointError::of_file(&folder.located.label, file, message)
 }
 
 /// Whether a file holds differences: bytes, each tensor with the digest of what it becomes.

@@ -23,6 +23,10 @@ use super::super::{
 /// Files that training programs write beside weights: no state of a model.
 const COMPANIONS: [&str; 5] = ["training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt"];
 
+/// What several files of `consolidated.*.pth` are.
+const LLAMA: &str =
+    "a first release of Llama, cut for tensor parallelism: use the Hugging Face repository of the model";
+
 /// Name of a tensor that is saved alone.
 const UNNAMED: &str = "tensor";
 
@@ -50,9 +54,13 @@ pub(crate) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> 
         (_, [_, ..]) => set.iter().map(|path| (*path).to_owned()).collect(),
         _ => {
             let (root, files) = (folder.located.path.display(), candidates.join(", "));
-            let found = foreign::of_torch_files(&candidates).map(str::to_owned).or_else(|| variants_of(&candidates));
-            let found = found
-                .unwrap_or_else(|| "several files of torch.save and no pytorch_model.bin; give one of them".to_owned());
+            let is_llama = candidates.iter().any(|name| name.starts_with("consolidated.") && name.ends_with(".pth"));
+            let variants = candidates.iter().filter_map(|path| WeightName::of(path)?.variant).collect();
+            let found = match variant_flags(variants) {
+                _ if is_llama => LLAMA.to_owned(),
+                Some(flags) => format!("several files of torch.save; give one of them, or {flags}"),
+                None => "several files of torch.save and no pytorch_model.bin; give one of them".to_owned(),
+            };
             return Err(CheckpointError::SeveralFiles(format!("{root}: {found}: {files}")));
         }
     };
@@ -71,12 +79,6 @@ fn one_set<'a>(paths: &[&'a str]) -> Vec<&'a str> {
     let are_numbered = names.iter().all(|name| name.number.is_some());
     let is_set = stems.len() == 1 && !stems.contains("") && (are_numbered || has_plain);
     if is_set { paths.to_vec() } else { Vec::new() }
-}
-
-/// What to do about files that are variants of the same weights.
-fn variants_of(paths: &[&str]) -> Option<String> {
-    let variants: BTreeSet<&str> = paths.iter().filter_map(|path| WeightName::of(path)?.variant).collect();
-    variant_flags(variants).map(|flags| format!("several files of torch.save; give one of them, or {flags}"))
 }
 
 /// Reads the weight files, and compares them with the index.

@@ -12,6 +12,7 @@ use super::{
     super::{
         repository::Checkpoint,
         table::{Storage, TensorTable},
+        weight_name::ends_with_name,
     },
     tied::{untied, word},
 };
@@ -51,6 +52,7 @@ impl Checkpoint {
         if !dialect.tied || !dialect.has_lm_head || self.config().is_some_and(|config| self.says_untied(config)) {
             return Ok(None);
         }
+        let is_head = |name: &str| WHOLE.contains(&name) || HEADS.iter().any(|end| ends_with_name(name, end));
         let names = self.tensors().map(|(_, info)| info.name).filter(|name| is_head(name) && !is_outside(name));
         let (Some(head), Some(embedding)) = (names.min_by_key(|name| name.len()), self.embedding(is_outside)) else {
             return Ok(None);
@@ -58,10 +60,7 @@ impl Checkpoint {
         let (Some(id), Some(other)) = (self.find(head), self.find(embedding)) else { return Ok(None) };
         let compared = &self.compared_heads().0;
         let known = compared.lock().get(&(id, other)).copied();
-        let are_equal = match known {
-            Some(known) => known,
-            None => are_equal(self.table(), &**self.source(), [id, other])?,
-        };
+        let are_equal = known.map_or_else(|| are_equal(self.table(), &**self.source(), [id, other]), Ok)?;
         compared.lock().insert((id, other), are_equal);
         Ok((!are_equal).then(|| OwnHead { id, head: head.to_owned(), embedding: embedding.to_owned() }))
     }
@@ -107,11 +106,6 @@ fn parts(table: &TensorTable, storage: Storage<'_>) -> Option<Vec<Part>> {
         Storage::Mosaic(mosaic) => mosaic.ids().map(part).collect(),
         Storage::Composed(_) => None,
     }
-}
-
-fn is_head(name: &str) -> bool {
-    let ends = |end: &&str| name.strip_suffix(*end).is_some_and(|before| before.is_empty() || before.ends_with('.'));
-    WHOLE.contains(&name) || HEADS.iter().any(ends)
 }
 
 /// Whether the same bytes would be the same elements.

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::super::table::TensorTable;
+use super::super::{table::TensorTable, weight_name::ends_with_name};
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -132,11 +132,7 @@ pub(crate) fn untied(config: &Value, nested: Option<&str>, architectures: &[Stri
 
 /// The name of the embedding that serves as output head. Of several, the one with the shortest name.
 pub(crate) fn embedding<'a>(table: &'a TensorTable, is_outside: &dyn Fn(&str) -> bool) -> Option<&'a str> {
-    let is_named = |name: &str| {
-        RULES.embeddings.iter().any(|known| {
-            name.strip_suffix(known.as_str()).is_some_and(|before| before.is_empty() || before.ends_with('.'))
-        })
-    };
+    let is_named = |name: &str| RULES.embeddings.iter().any(|known| ends_with_name(name, known));
     let names = table.iter().map(|(_, info)| info.name).filter(|name| is_named(name) && !is_outside(name));
     names.min_by_key(|name| name.len())
 }

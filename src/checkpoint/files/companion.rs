@@ -15,7 +15,7 @@ use super::super::{
     foreign::lfs_pointer,
     json,
     problem::CheckpointError,
-    tree::FileTree,
+    tree::{FileTree, below},
     weight_name::is_any_index,
 };
 
@@ -51,8 +51,11 @@ pub struct Companion {
 pub(crate) fn read_companion(label: String, tree: &dyn FileTree) -> Result<(Companion, Value), CheckpointError> {
     let failed = |file: &str, what: String| CheckpointError::of_file(format_args!("--config-from {label}"), file, what);
     let mut found = Vec::new();
-    for path in needed(tree)? {
-        found.push((path.clone(), tree.len_bytes(&path)?.unwrap_or(0), path));
+    for directory in [""].into_iter().chain(DIRECTORIES) {
+        for entry in tree.list(directory)?.iter().filter(|entry| !entry.is_directory && is_needed(&entry.name)) {
+            let path = below(directory, &entry.name);
+            found.push((path.clone(), tree.len_bytes(&path)?.unwrap_or(0), path));
+        }
     }
     let (files, config) = gathered(found, &failed, &mut |path| {
         let Some(text) = tree.description(path)? else { return Ok(None) };
@@ -114,17 +117,6 @@ pub(crate) fn of_folder(folder: &mut Folder, below: &str) -> Result<Option<(Comp
     let (files, config) = gathered(listed, &failed, &mut |path| folder.read(path))?;
     let config = config.ok_or_else(|| failed(&path, "expected an object".to_owned()))?;
     Ok(Some((Companion { label, files }, config)))
-}
-
-/// Paths of the files that a repository made from a checkpoint needs.
-fn needed(tree: &dyn FileTree) -> Result<Vec<String>, SourceError> {
-    let mut paths = Vec::new();
-    for directory in [""].into_iter().chain(DIRECTORIES) {
-        let entries = tree.list(directory)?.into_iter().filter(|entry| !entry.is_directory && is_needed(&entry.name));
-        let below = if directory.is_empty() { String::new() } else { format!("{directory}/") };
-        paths.extend(entries.map(|entry| format!("{below}{}", entry.name)));
-    }
-    Ok(paths)
 }
 
 /// Whether a file of this name is needed beside the weights.

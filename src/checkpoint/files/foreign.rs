@@ -159,15 +159,6 @@ pub(crate) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Opt
     }
 }
 
-/// What several files of `torch.save` are together, with what would work; `None` if nothing is known of them.
-pub(crate) fn of_torch_files(names: &[&str]) -> Option<&'static str> {
-    let is_part = |name: &&str| name.starts_with("consolidated.") && has_extension(name, "pth");
-    names
-        .iter()
-        .any(is_part)
-        .then_some("a first release of Llama, cut for tensor parallelism: use the Hugging Face repository of the model")
-}
-
 /// Whether a file begins with the length of a header, in 8 bytes that no other kind begins with, and then with the header.
 fn begins_as_safetensors(head: &[u8]) -> bool {
     head.len() > 8 && head[4..8] == [0; 4] && head[8] == b'{'

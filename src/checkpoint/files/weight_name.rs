@@ -97,6 +97,11 @@ fn is_variant(word: &str) -> bool {
         && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-')
 }
 
+/// Whether a name ends with this one, as a whole or after a dot.
+pub(crate) fn ends_with_name(name: &str, end: &str) -> bool {
+    name.strip_suffix(end).is_some_and(|before| before.is_empty() || before.ends_with('.'))
+}
+
 /// Whether a word is digits, at least one.
 pub(crate) fn is_number(word: &str) -> bool {
     !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_digit())

@@ -47,12 +47,6 @@ struct Flat {
 }
 
 impl Flat {
-    fn push(&mut self, segment: Segment) {
-        self.segments.push(segment);
-        self.starts.push(self.len);
-        self.len = self.len.saturating_add(segment.len);
-    }
-
     /// The parts of `len` elements from `start` on.
     fn parts(&self, start: u64, len: u64) -> Vec<Segment> {
         let element_bytes = self.dtype.element_bytes().unwrap_or(1);
@@ -280,7 +274,9 @@ pub(super) fn read<'a>(
     }
     let tensors = zero.check().and_then(|()| zero.assemble()).map_err(|problem| vec![problem])?;
     contents.table = job.table(tensors.into_iter().map(|(name, tensor)| (name, FileId(0), Ok(tensor))), problems);
-    contents.left_out = zero.left_out();
+    let others = zero.models.get(&0).map_or(&[][..], |(_, model)| &model.others);
+    let left_out = others.iter().map(|name| LeftOut { name: name.clone(), kind: "no tensor".to_owned() });
+    contents.left_out = left_out.collect();
     contents.warnings.extend(zero.lacks_frozen().then(|| {
         "saved with exclude_frozen_parameters: tensors that were not trained are not here, and a model needs them from its base".to_owned()
     }));
@@ -419,7 +415,9 @@ impl Zero<'_> {
             let what = format_args!("partitions of different types, {found} among them");
             self.job.ensure(number == 0 || all.dtype == found, file, what)?;
             all.dtype = found;
-            all.push(segment);
+            all.segments.push(segment);
+            all.starts.push(all.len);
+            all.len = all.len.saturating_add(segment.len);
         }
         Ok(all)
     }
@@ -640,11 +638,6 @@ impl Zero<'_> {
             self.add(&shaped, dtype, &[segment], tensors)?;
         }
         Ok(())
-    }
-
-    fn left_out(&self) -> Vec<LeftOut> {
-        let others = self.models.get(&0).map_or(&[][..], |(_, model)| &model.others);
-        others.iter().map(|name| LeftOut { name: name.clone(), kind: "no tensor".to_owned() }).collect()
     }
 }
 
