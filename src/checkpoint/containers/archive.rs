@@ -145,7 +145,9 @@ fn supply(source: &dyn Source, group: &mut [Reading]) {
         let bytes = match source.read_bytes(head.file, head.start, end - head.start) {
             Ok(bytes) => bytes,
             Err(error) => {
-                run.iter().for_each(|wanted| group[wanted.archive].failed = Some(error.to_string()));
+                for wanted in run {
+                    group[wanted.archive].failed = Some(error.to_string());
+                }
                 continue;
             }
         };

@@ -54,7 +54,8 @@ pub(crate) fn choose(folder: &mut Folder, index: Option<&(&str, Index<'_>)>) -> 
         (_, [_, ..]) => set.iter().map(|path| (*path).to_owned()).collect(),
         _ => {
             let (root, files) = (folder.located.path.display(), candidates.join(", "));
-            let is_llama = candidates.iter().any(|name| name.starts_with("consolidated.") && name.ends_with(".pth"));
+            let is_part = |stem: &str| stem.starts_with("consolidated.") && stem.ends_with('.');
+            let is_llama = candidates.iter().any(|path| path.strip_suffix("pth").is_some_and(is_part));
             let variants = candidates.iter().filter_map(|path| WeightName::of(path)?.variant).collect();
             let found = match variant_flags(variants) {
                 _ if is_llama => LLAMA.to_owned(),

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs_format::zarr::read::ChunkError;
-use ckfs_source::{BufferMemory, FileId, Source, SourceError};
+use ckfs_source::{BufferMemory, ByteSpan, FileId, Source, SourceError};
 use ckfs_sync::{BoxedJob, Pool, PoolOptions, processors};
 use ckfs_tensor::to_usize;
 
@@ -56,7 +56,7 @@ impl Decoder {
 
     fn expected(&self, key: ChunkKey) -> ExpectedChunk {
         let (decoded, chunk) = self.place(key);
-        let stored = chunk.bytes.span().map_or(0, |span| span.len());
+        let stored = chunk.bytes.span().map_or(0, ByteSpan::len);
         let (len, stored_len) = match &decoded.coding {
             FileCoding::Array(array) => (array.chunk_bytes(), if is_streamed(array, stored) { 0 } else { stored }),
             FileCoding::Delta(tensor) => (decoded.len_bytes, tensor.stored_bytes_max()),

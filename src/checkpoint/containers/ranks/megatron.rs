@@ -262,18 +262,15 @@ impl RankJob<'_> {
                 let (name, saved) = saved;
                 let name = global_name(name, offsets[&(chunk, *pipeline)]);
                 let part = (*file, saved.clone());
-                let (name, expert) = match expert_of(&name) {
-                    Some((name, number)) => {
-                        let each = arguments.experts.unwrap_or(0) / expert_ranks;
-                        let what = format_args!("expert {number} of {each} on each rank: {name}");
-                        self.ensure(number < each, *file, what)?;
-                        (name, Some(expert_rank * each + number))
-                    }
-                    None => {
-                        let what = format_args!("{name}: experts in one matrix, which is not read");
-                        self.ensure(!name.contains(".mlp.experts."), *file, what)?;
-                        (name, None)
-                    }
+                let (name, expert) = if let Some((name, number)) = expert_of(&name) {
+                    let each = arguments.experts.unwrap_or(0) / expert_ranks;
+                    let what = format_args!("expert {number} of {each} on each rank: {name}");
+                    self.ensure(number < each, *file, what)?;
+                    (name, Some(expert_rank * each + number))
+                } else {
+                    let what = format_args!("{name}: experts in one matrix, which is not read");
+                    self.ensure(!name.contains(".mlp.experts."), *file, what)?;
+                    (name, None)
                 };
                 // What is no expert is the same on all ranks of expert parallelism.
                 if expert.is_none() && *expert_rank > 0 {
