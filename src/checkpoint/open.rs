@@ -13,7 +13,7 @@ use super::{
     alone::part_of,
     average::AveragedSources,
     choose::{CONFIG, find_unreadable},
-    companion::{Companion, read_companion},
+    companion::{self, Companion, read_companion},
     container::{self, Container, Contents},
     dcp,
     dialect::{Dialect, own_dtype, quantization_config},
@@ -232,7 +232,7 @@ fn open_folder(mut folder: Folder, options: &OpenOptions, more: MoreFiles) -> Re
     let modelopt_text = folder.read(MODELOPT)?;
     let mut companion = None;
     if let (Some(ranks), None, None) = (&ranks, &config_text, &options.config_from) {
-        companion = ranks.companion(&mut folder)?;
+        companion = companion::of_folder(&mut folder, &format!("{}{}", ranks.below, ranks::COMPANION))?;
     }
     let index = match &text {
         Some((name, text)) => {

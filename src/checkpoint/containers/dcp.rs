@@ -117,15 +117,12 @@ fn count_files(files: &PinnedFiles<'_>, headers: &[(FileId, Header)]) -> Result<
             Err(format!("expected {count} files of shards, found {found} ({}): {hint}", names.join(", ")))
         };
     }
-    let ranks: BTreeSet<u64> = headers.iter().filter_map(|(id, _)| rank_of(files.path(*id))).collect();
+    // As torch names them: `shard-00003-model-00001-of-00001.safetensors`.
+    let rank = |path: &str| path.strip_prefix("shard-")?.split_once("-model-")?.0.parse().ok();
+    let ranks: BTreeSet<u64> = headers.iter().filter_map(|(id, _)| rank(files.path(*id))).collect();
     let Some(last) = ranks.last() else { return Ok(()) };
     let missing = (1..*last).find(|rank| !ranks.contains(rank));
     missing.map_or(Ok(()), |rank| Err(format!("expected files of ranks 1 to {last}, found none of rank {rank}")))
-}
-
-/// The rank in the names of torch's files: `shard-00003-model-00001-of-00001.safetensors`.
-fn rank_of(path: &str) -> Option<u64> {
-    path.strip_prefix("shard-")?.split_once("-model-")?.0.parse().ok()
 }
 
 fn stored(file: FileId, start: u64, chunk: &DcpChunk, strides: PerAxis) -> StoredBox {

@@ -91,20 +91,11 @@ pub fn rewritten_index(
         metadata.insert("total_size".to_owned(), json!(total_bytes));
     }
     let Some(files) = index.get_mut("weight_map").and_then(Value::as_object_mut) else { return Ok(None) };
-    let rows = in_places_of(files.keys(), weight_map);
+    let mut left: HashMap<&str, &str> = weight_map.iter().copied().collect();
+    let mut rows: Vec<_> = files.keys().filter_map(|name| left.remove_entry(name.as_str())).collect();
+    rows.extend(weight_map.iter().filter(|(name, _)| left.contains_key(name)));
     *files = rows.into_iter().map(|(name, file)| (name.to_owned(), file.into())).collect();
     Ok(Some(json::pretty(&index)))
-}
-
-/// These rows, those whose names are in `before` first, in its order.
-fn in_places_of<'a, 'n>(
-    before: impl Iterator<Item = &'n String>,
-    rows: &[(&'a str, &'a str)],
-) -> Vec<(&'a str, &'a str)> {
-    let mut left: HashMap<&str, &str> = rows.iter().copied().collect();
-    let mut placed: Vec<_> = before.filter_map(|name| left.remove_entry(name.as_str())).collect();
-    placed.extend(rows.iter().filter(|(name, _)| left.contains_key(name)));
-    placed
 }
 
 #[cfg(test)]

@@ -78,8 +78,8 @@ pub(crate) enum FileKind {
 pub(crate) fn of_head(name: &str, head: &[u8]) -> FileKind {
     let name = name.to_ascii_lowercase();
     let ends = |suffixes: &[&str]| suffixes.iter().any(|suffix| name.ends_with(suffix));
-    // First of all: the length of a header may begin with the bytes of any other kind, 0x80 of a pickle among them.
-    if begins_as_safetensors(head) {
+    // First of all: the length of a header, in 8 bytes before it, may begin with the bytes of any other kind, 0x80 of a pickle among them.
+    if head.len() > 8 && head[4..8] == [0; 4] && head[8] == b'{' {
         return FileKind::Safetensors;
     }
     if let Some(text) = lfs_pointer(head, false) {
@@ -157,11 +157,6 @@ pub(crate) fn refused_file(source: &dyn Source, file: FileId, name: &str) -> Opt
         Ok(FileKind::Gguf) => Some("a GGUF file of llama.cpp: expected its name to end with .gguf".to_owned()),
         Ok(FileKind::Torch | FileKind::Safetensors) | Err(_) => None,
     }
-}
-
-/// Whether a file begins with the length of a header, in 8 bytes that no other kind begins with, and then with the header.
-fn begins_as_safetensors(head: &[u8]) -> bool {
-    head.len() > 8 && head[4..8] == [0; 4] && head[8] == b'{'
 }
 
 /// What a directory without weights is, with what would work; `None` if nothing is known of it.

@@ -22,7 +22,6 @@ pub(crate) use names::{MEGATRON_FILE, RankFile, RankKind, megatron_ranks, parts_
 
 use super::super::{
     choose::{TORCH_INDEX_SUFFIX, at_top, is_safetensors},
-    companion::{self, Companion},
     container::{Container, Contents, DCP_METADATA, is_torch},
     file::{FileRole, IgnoreReason},
     folder::{Folder, PinnedFiles},
@@ -31,14 +30,14 @@ use super::super::{
 };
 
 /// Where trainers put the configuration and the tokenizer, beside files of ranks.
-const COMPANION: &str = "huggingface/";
+pub(crate) const COMPANION: &str = "huggingface/";
 
 /// The files of ranks of a directory.
 #[derive(Clone, Debug)]
 pub(crate) struct RankFiles {
     kind: RankKind,
     /// What stands before their names: nothing, or a directory with its slash.
-    below: String,
+    pub(crate) below: String,
 }
 
 /// Files that say which directory is the newest step.
@@ -105,14 +104,6 @@ impl RankFiles {
     /// What a path is, if it is of such a file.
     fn file<'p>(&self, path: &'p str) -> Option<RankFile<'p>> {
         RankFile::of(self.kind, path.strip_prefix(self.below.as_str())?)
-    }
-
-    /// Configuration and tokenizer that the trainer has put beside them.
-    pub(crate) fn companion(
-        &self,
-        folder: &mut Folder,
-    ) -> Result<Option<(Companion, serde_json::Value)>, CheckpointError> {
-        companion::of_folder(folder, &format!("{}{COMPANION}", self.below))
     }
 
     /// Gives the files of ranks, and what else the trainer saved, their roles.
