@@ -3,7 +3,7 @@
 //! Programs store the experts of a layer in several ways, and codes too. The plan decides which way its layouts see, and asks the
 //! checkpoint for tensors under those names. The bytes stay where they are: a composed tensor is a view of its parts.
 
-use ckfs_tensor::{DType, Shape, TensorId, View, ViewError};
+use ckfs_tensor::{DType, TensorId, View, ViewError};
 
 /// A tensor that is made of others.
 #[derive(Clone, Debug)]
@@ -58,17 +58,14 @@ impl ExpertPart {
     pub fn of_view(&self, mut view: View) -> Result<View, ViewError> {
         if let Some(expert) = self.expert {
             view = view.slice(0, expert, expert + 1, 1)?;
-            let inner = Shape::try_new(&view.shape().extents()[1..])?;
-            view = view.reshape(&inner)?;
+            view = view.reshape_to(&view.shape().extents()[1..])?;
         }
         if let Some((axis, start, stop, step)) = self.range {
             view = view.slice(axis, start, stop, step)?;
         }
         if self.turned {
             let rank = view.shape().rank();
-            let mut axes: Vec<usize> = (0..rank).collect();
-            axes.swap(rank.saturating_sub(2), rank.saturating_sub(1));
-            view = view.transpose(&axes)?;
+            view = view.swap_axes(rank.saturating_sub(2), rank.saturating_sub(1))?;
         }
         Ok(view)
     }

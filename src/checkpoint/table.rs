@@ -124,7 +124,15 @@ impl<'a> TensorInfo<'a> {
         if let Some(mosaic) = self.mosaic() {
             return Ok(View::mosaic(mosaic.of_view()));
         }
-        Ok(View::source(SourceTensor { id, dtype: self.dtype, shape: Shape::try_new(self.shape)? }))
+        self.source(id).map(View::source)
+    }
+
+    /// The same as an operand of codes, of a tensor that is not stored as boxes.
+    ///
+    /// # Errors
+    /// The shape is too large.
+    pub fn source(&self, id: TensorId) -> Result<SourceTensor, ViewError> {
+        Ok(SourceTensor { id, dtype: self.dtype, shape: Shape::try_new(self.shape)? })
     }
 
     /// How it is decoded, if it is.

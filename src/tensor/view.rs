@@ -515,6 +515,17 @@ impl View {
         self.transpose(&axes).expect("each axis is named once")
     }
 
+    /// Two axes exchanged.
+    ///
+    /// # Errors
+    /// There is no such axis.
+    pub fn swap_axes(&self, one: usize, other: usize) -> Result<Self, ViewError> {
+        self.check_axis("swap", one.max(other))?;
+        let mut axes: Vec<usize> = (0..self.shape().rank()).collect();
+        axes.swap(one, other);
+        self.transpose(&axes)
+    }
+
     /// The same elements in row-major order under another shape.
     ///
     /// # Errors
@@ -528,6 +539,14 @@ impl View {
             return Ok(self.clone());
         }
         Ok(Self::new(shape.clone(), self.dtype(), Op::Reshape { of: self.clone() }))
+    }
+
+    /// As [`View::reshape`], to these extents.
+    ///
+    /// # Errors
+    /// As [`View::reshape`], or there is no shape of these extents.
+    pub fn reshape_to(&self, extents: &[u64]) -> Result<Self, ViewError> {
+        self.reshape(&Shape::try_new(extents)?)
     }
 
     fn check_same<'a>(

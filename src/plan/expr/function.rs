@@ -43,7 +43,7 @@ pub(super) static FUNCTIONS: [Function; 32] = [
         let (view, axes) = (call.view()?, (1..call.values.len()).map(|at| call.axis(at)));
         Ok(ExprValue::View(view.transpose(&axes.collect::<Result<Vec<_>, _>>()?)?))
     }),
-    ("swap", 3, 3, |call| call.swap()),
+    ("swap", 3, 3, |call| Ok(ExprValue::View(call.view()?.swap_axes(call.axis(1)?, call.axis(2)?)?))),
     ("reshape", 1, ARGUMENTS_MAX, |call| call.reshape()),
     ("slice", 4, 5, |call| call.slice()),
     ("gather", 3, ARGUMENTS_MAX, |call| Ok(ExprValue::View(call.view()?.gather(call.axis(1)?, &call.indexes()?)?))),
@@ -142,17 +142,6 @@ impl<'a> Call<'a> {
         Ok(ExprValue::View(join(self.axis_of(0, views[0].shape().rank() + more)?, &views)?))
     }
 
-    fn swap(&self) -> Evaluated {
-        let view = self.view()?;
-        let mut axes: Vec<usize> = (0..view.shape().rank()).collect();
-        let (a, b) = (self.axis(1)?, self.axis(2)?);
-        if a >= axes.len() || b >= axes.len() {
-            return Err(ViewError::axis("swap", a.max(b), view.shape()).into());
-        }
-        axes.swap(a, b);
-        Ok(ExprValue::View(view.transpose(&axes)?))
-    }
-
     fn slice(&self) -> Evaluated {
         let view = self.view()?;
         let step = self.values.get(4).map_or(Ok(1), |step| step.int(self.name))?;
@@ -177,8 +166,7 @@ impl<'a> Call<'a> {
         let copies = usize::try_from(times).ok().filter(|copies| (1..=REPEATS_MAX).contains(copies));
         let copies = vec![view.clone(); copies.ok_or_else(|| EvalError::range(self.name))?];
         extents[axis] = extents[axis].saturating_mul(times);
-        let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
-        Ok(ExprValue::View(View::stack(axis + 1, &copies)?.reshape(&shape)?))
+        Ok(ExprValue::View(View::stack(axis + 1, &copies)?.reshape_to(&extents)?))
     }
 
     fn product(&self, flush: bool, keep: Keep) -> Evaluated {
@@ -262,6 +250,6 @@ impl<'a> Call<'a> {
             // The reshape itself refuses an extent that does not divide the elements evenly.
             extents[at] = view.shape().elements().checked_div(known).unwrap_or(0);
         }
-        Ok(ExprValue::View(view.reshape(&Shape::try_new(&extents).map_err(ViewError::from)?)?))
+        Ok(ExprValue::View(view.reshape_to(&extents)?))
     }
 }

@@ -7,7 +7,7 @@ use ckfs_config::GgufType;
 use ckfs_format::gguf::WrittenTensor;
 use ckfs_tensor::{
     Bits, DType, Digit, Element, EncodedMatrices, EncodedPart, Encoder, Field, IndexMap, Keep, Operand, Operation,
-    Shape, SourceTensor, TensorId, Value as Codes, View, ViewError,
+    Shape, TensorId, Value as Codes, View, ViewError,
 };
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -207,14 +207,7 @@ impl TensorsInFile {
 
 /// Blocks of MXFP4 as ggml has them, `[experts, rows, blocks, 17]`: the exponent, and in byte `n` codes `n` and `n + 16`.
 fn mxfp4(checkpoint: &Checkpoint, stack: &Quantized<'_>) -> Result<View, ViewError> {
-    let source = |at: usize| {
-        let info = checkpoint.tensor(stack.operands[at]);
-        Ok::<_, ViewError>(SourceTensor {
-            id: stack.operands[at],
-            dtype: info.dtype,
-            shape: Shape::try_new(info.shape)?,
-        })
-    };
+    let source = |at: usize| checkpoint.tensor(stack.operands[at]).source(stack.operands[at]);
     let (codes, scales) = (source(0)?, View::source(source(1)?));
     let shape = codes.shape.clone();
     // Two codes a byte are stored, the low one first.
@@ -225,8 +218,10 @@ fn mxfp4(checkpoint: &Checkpoint, stack: &Quantized<'_>) -> Result<View, ViewErr
         Codes::of(Operand { tensor: codes.clone(), field, index: IndexMap::new(&places) })
     };
     let codes = half(0).then(Operation::Add, half(1).then(Operation::Multiply, 16.0));
-    let exponents = Shape::try_new(&[scales.shape().extents(), &[1]].concat())?;
-    View::concat(3, &[scales.reshape(&exponents)?, View::packed(shape, DType::U8, codes)?])
+    View::concat(
+        3,
+        &[scales.reshape_to(&[scales.shape().extents(), &[1]].concat())?, View::packed(shape, DType::U8, codes)?],
+    )
 }
 
 /// Tensors of experts of a layer, by the name of their stack and by number.
@@ -240,27 +235,22 @@ pub(super) fn config_problem(reason: String) -> Problem {
 fn changed(view: &View, target: &GgufTarget, hparams: &Hparams) -> Result<View, ViewError> {
     let shape = view.shape().clone();
     let extents = shape.extents();
-    let shaped = |extents: &[u64]| Shape::try_new(extents).map_err(ViewError::from);
     let view = match (&target.change, extents) {
         (GgufChange::Heads(heads), [rows, columns @ ..]) if *heads > 0 && rows.is_multiple_of(2 * heads) => {
-            let halves = shaped(&[&[*heads, 2, rows / heads / 2], columns].concat())?;
-            let mut axes: Vec<usize> = (0..halves.rank()).collect();
-            axes.swap(1, 2);
-            view.reshape(&halves)?.transpose(&axes)?.reshape(&shape)?
+            let halves = [&[*heads, 2, rows / heads / 2], columns].concat();
+            view.reshape_to(&halves)?.swap_axes(1, 2)?.reshape(&shape)?
         }
         (GgufChange::Heads(_), _) => return Err(ViewError::axis("heads", 0, &shape)),
-        (GgufChange::Transposed, [_, _, _]) => view.transpose(&[0, 2, 1])?,
-        (GgufChange::Alternating(number), [_, _, rows]) => {
-            view.transpose(&[0, 2, 1])?.slice(1, *number as u64, *rows, 2)?
-        }
+        (GgufChange::Transposed, [_, _, _]) => view.swap_axes(1, 2)?,
+        (GgufChange::Alternating(number), [_, _, rows]) => view.swap_axes(1, 2)?.slice(1, *number as u64, *rows, 2)?,
         (GgufChange::Alternating(number), [_, rows]) => view.slice(1, *number as u64, *rows, 2)?,
         (GgufChange::KeysAndValues(number), [rows, rank]) => {
             let count = |member: &str| hparams.count(member).ok_or_else(|| ViewError::axis(member, 0, &shape));
             let (heads, of_keys) = (count("num_attention_heads")?, count("qk_nope_head_dim")?);
             let of_both = rows.checked_div(heads).unwrap_or(0);
-            let both = view.reshape(&shaped(&[heads, of_both, *rank])?)?;
+            let both = view.reshape_to(&[heads, of_both, *rank])?;
             if *number == 0 {
-                both.slice(1, 0, of_keys, 1)?.transpose(&[0, 2, 1])?
+                both.slice(1, 0, of_keys, 1)?.swap_axes(1, 2)?
             } else {
                 both.slice(1, of_keys, of_both, 1)?
             }

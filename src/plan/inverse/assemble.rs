@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ckfs_tensor::{Shape, View, ViewError};
+use ckfs_tensor::View;
 
 use super::invert::Places;
 
@@ -88,6 +88,5 @@ fn interleave(
     }
     let mut extents = views[0].shape().extents().to_vec();
     extents[axis] = extent;
-    let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
-    Ok(View::stack(axis + 1, &views)?.reshape(&shape)?)
+    Ok(View::stack(axis + 1, &views)?.reshape_to(&extents)?)
 }

@@ -3,7 +3,7 @@
 //! The walk starts at the root of the leaf's view with the stored tensor, and undoes one operator at each step. At a target it
 //! has a view of the target's elements, or of those of them that the leaf holds: a *part*, at regular places of each axis.
 
-use ckfs_tensor::{Keep, Op, Shape, StridedIndices, TensorId, View, ViewError};
+use ckfs_tensor::{Keep, Op, StridedIndices, TensorId, View};
 
 /// Regular places on an axis: `start`, `start + step`, … `count` of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -126,11 +126,10 @@ fn undo(
             let chosen = places.remove(*axis);
             let mut extents = value.shape().extents().to_vec();
             extents.remove(*axis);
-            let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
             for number in 0..chosen.count {
                 let operand =
                     usize::try_from(chosen.start + chosen.step * number).expect("a stack is a list in memory");
-                let value = value.slice(*axis, number, number + 1, 1)?.reshape(&shape)?;
+                let value = value.slice(*axis, number, number + 1, 1)?.reshape_to(&extents)?;
                 undo(&of[operand], places.clone(), value, is_forced, parts)?;
             }
         }

@@ -332,7 +332,7 @@ fn part(encoding: &Arc<EncodedMatrices>, stored: Stored) -> Result<View, ViewErr
         Stored::Scalar => {
             let factor = factor();
             let extents = factor.shape().extents();
-            factor.reshape(&Shape::try_new(&extents[..extents.len() - 1])?)
+            factor.reshape_to(&extents[..extents.len() - 1])
         }
         Stored::Shape => {
             let (rows, columns) = encoding.bands().matrix();

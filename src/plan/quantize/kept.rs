@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use ckfs_checkpoint::{Checkpoint, Composed, Quantized, TensorInfo};
+use ckfs_checkpoint::{Checkpoint, Composed, ExpertPart, Quantized, TensorInfo};
 use ckfs_config::{Requantize, value::Choice};
 use ckfs_tensor::{
     DType, Digit, Field, IndexMap, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId, Term, Value, View,
@@ -258,9 +258,8 @@ impl Keeping<'_> {
         }
     }
 
-    fn source(&self, id: TensorId) -> Result<SourceTensor, ViewError> {
-        let info = self.checkpoint.tensor(id);
-        Ok(SourceTensor { id, dtype: info.dtype, shape: Shape::try_new(info.shape)? })
+    fn view(&self, id: TensorId) -> Result<View, ViewError> {
+        self.checkpoint.tensor(id).stored_view(id)
     }
 
     /// A tensor of the new form; `None` if a weight that is stored so has none.
@@ -271,14 +270,17 @@ impl Keeping<'_> {
         stored: Stored,
         module: &str,
     ) -> Result<Option<View>, ViewError> {
-        let view = |number: usize| Ok::<_, ViewError>(View::source(self.source(weight.operands[number])?));
+        let view = |number: usize| self.view(weight.operands[number]);
         let (is_symmetric, has_order) = match stored {
             Stored::Integers { is_symmetric, has_order, .. } => (is_symmetric, has_order),
             Stored::Nvfp4 { .. } | Stored::Fp8Block(_) | Stored::Mxfp4 => (true, false),
         };
         Ok(Some(match make {
             Make::Same(number) => view(number)?,
-            Make::Reciprocal(number, rank) => reciprocal(self.source(weight.operands[number])?, rank)?,
+            Make::Reciprocal(number, rank) => {
+                let id = weight.operands[number];
+                reciprocal(self.checkpoint.tensor(id).source(id)?, rank)?
+            }
             Make::Turned(number) => view(number)?.reverse_axes(),
             Make::Codes => packed(weight, false)?,
             Make::Zeros if is_symmetric => return Ok(None),
@@ -286,14 +288,14 @@ impl Keeping<'_> {
             Make::Shape => of_numbers(weight.shape().extents(), &Shape::try_new(&[1])?)?,
             Make::Order => {
                 let order = self.checkpoint.find(&format!("{module}.g_idx")).filter(|_| has_order);
-                return order.map(|id| self.source(id).map(View::source)).transpose();
+                return order.map(|id| self.view(id)).transpose();
             }
         }))
     }
 
     /// What takes the place of a tensor that no decoder reads.
     fn beside(&self, id: TensorId, info: &TensorInfo<'_>) -> Result<Option<Composed>, String> {
-        let view = self.source(id);
+        let view = info.source(id);
         let (module, word) = info.name.rsplit_once('.').unwrap_or(("", info.name));
         let (word, view) = match (word, self.to) {
             ("g_idx" | "weight_shape", _) => return Ok(None),
@@ -330,15 +332,11 @@ impl Keeping<'_> {
                 let module = format!("{before}{expert}.{word}");
                 for (end, id) in operands.into_iter().chain([(".bias", bias)]) {
                     let Some(id) = id else { continue };
-                    let rows = || -> Result<View, ViewError> {
-                        let all = View::source(self.source(id)?).slice(0, expert, expert + 1, 1)?;
-                        let extents = all.shape().extents()[1..].to_vec();
-                        let rows = all.reshape(&Shape::try_new(&extents)?)?.slice(0, first, extents[0], turns)?;
-                        let columns = (extents.len() > 1).then(|| extents[1..].iter().product());
-                        let shape: Vec<u64> = [rows.shape().extents()[0]].into_iter().chain(columns).collect();
-                        rows.reshape(&Shape::try_new(&shape)?)
-                    };
-                    let view = rows()?;
+                    let range = Some((0, first, self.checkpoint.tensor(id).shape[1], turns));
+                    let rows = ExpertPart { expert: Some(expert), range, turned: false }.of_view(self.view(id)?)?;
+                    let [count, columns @ ..] = rows.shape().extents() else { continue };
+                    let columns = (!columns.is_empty()).then(|| columns.iter().product());
+                    let view = rows.reshape_to(&[*count].into_iter().chain(columns).collect::<Vec<_>>())?;
                     self.made.push(Composed::view(format!("{module}{end}"), id, view));
                 }
                 self.modules.entry(Stored::Mxfp4).or_default().push(module);
@@ -391,8 +389,7 @@ impl Keeping<'_> {
         for (at, end) in ["_blocks", "_scales", "_bias"].into_iter().enumerate() {
             let ids = rows.values().map(|number| operand(*number, at)).collect::<Result<Vec<_>, _>>()?;
             let stacked = || -> Result<View, ViewError> {
-                let of = ids.iter().map(|id| Ok(View::source(self.source(*id)?)));
-                let of = of.collect::<Result<Vec<_>, ViewError>>()?;
+                let of = ids.iter().map(|id| self.view(*id)).collect::<Result<Vec<_>, _>>()?;
                 let turns = of.chunks(words.len()).map(|of_expert| View::stack(1, of_expert));
                 let all = View::stack(0, &turns.collect::<Result<Vec<_>, _>>()?)?;
                 let [experts, rows, turns, columns @ ..] = all.shape().extents() else { return Ok(all) };
@@ -400,7 +397,7 @@ impl Keeping<'_> {
                     ("_blocks", [bytes]) => vec![bytes / 16, 16],
                     _ => columns.to_vec(),
                 };
-                all.reshape(&Shape::try_new(&[vec![*experts, rows * turns], columns].concat())?)
+                all.reshape_to(&[vec![*experts, rows * turns], columns].concat())
             };
             let view = stacked()?;
             made.push(Composed::view(format!("{name}{end}"), ids[0], view));
