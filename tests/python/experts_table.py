@@ -215,13 +215,75 @@ def operation(one, transform, config, model):
     return None
 
 
+def member(name, default):
+    """A number of the configuration in an expression."""
+    return f"(config.{name} ?? {default})"
+
+
+def applied(one, views, made):
+    """The expressions of what an operation makes, by those of what it takes. `made` is the number of tensors that are made in all."""
+    kind = one["op"]
+    if kind in ("concatenate", "groups"):
+        def groups(at):
+            return [f"part({view}, 0, {at}, {', '.join([f'extent({view}, 0) // {made}'] * made)})" for view in views]
+
+        found = [views] if kind == "concatenate" else map(groups, range(made))
+        return [each[0] if len(each) == 1 else f"concat({one['axis']}, {', '.join(each)})" for each in found]
+    if kind == "stack":
+        return views
+    if kind in ("chunk", "heads", "split"):
+        (view,) = views
+        if kind == "chunk":
+            parts = [f"extent({view}, {one['axis']}) // {made}"] * made
+        elif kind == "heads":
+            queries, keys = "config.num_attention_heads", "(config.num_key_value_heads ?? config.num_attention_heads)"
+            head = f"(config.head_dim ?? extent({view}, 0) / ({queries} + 2 * {keys}))"
+            parts = [f"{queries} * {head}", f"{keys} * {head}", f"{keys} * {head}"]
+        else:
+            def product(factor, names):
+                numbers = [member(name, one["defaults"][name]) for name in names]
+                return " * ".join(numbers if factor == 1 and numbers else [str(factor), *numbers])
+
+            parts = [" + ".join(product(*term) for term in terms) for terms in one["sizes"]]
+        return [f"part({view}, {one.get('axis', 0)}, {at}, {', '.join(parts)})" for at in range(len(parts))]
+    if kind == "rows":
+        return [f"slice({view}, 0, 0, config.{one['member']} ?? {one['default']})" for view in views]
+    if kind == "transpose":
+        return [f"swap({view}, {one['axes'][0]}, {one['axes'][1]})" for view in views]
+    if kind == "interleave":
+        return [f"halves({view}, {one['axis']}, 1)" for view in views]
+    before = f"config.{one['config']}." if one["config"] else "config."
+    heads = " ?? ".join([*(before + name for name in one["heads"]), str(one["default"])])
+    names = one["names"]
+    turns = ["only" not in one or any(word in name for word in one["only"]) for name in names]
+    return [f"halves({view}, 0, {heads})" if turn else view for view, turn in zip(views, turns)]
+
+
+def views(operations, patterns, targets):
+    """The expressions of what a converter makes, over `x0`, `x1`, … for its patterns."""
+    found = [f"x{number}" for number in range(len(patterns))]
+    for one in operations:
+        found = applied({**one, "names": targets}, found, len(targets))
+    return found
+
+
+def several(operations, patterns):
+    """How several tensors of one pattern become one. None if there is one of each."""
+    first = operations[0]
+    if first["op"] == "concatenate" and first["axis"] == 0 and len(patterns) == 1:
+        return "concat"
+    return "stack" if first["op"] in ("stack", "groups") else None
+
+
 def converter(transform, config, model):
     """A converter as a row. None if an operation of it is not known."""
     operations = [operation(one, transform, config, model) for one in transform.operations]
     if None in operations or any("\\1" in target for target in transform.target_patterns):
         return None
-    patterns = [compiled(source) for source in transform.source_patterns]
-    row = {"from": patterns, "to": list(transform.target_patterns), "ops": operations}
+    patterns, targets = [compiled(source) for source in transform.source_patterns], list(transform.target_patterns)
+    row = {"from": patterns, "to": [list(pair) for pair in zip(targets, views(operations, patterns, targets), strict=True)]}
+    if several(operations, patterns):
+        row["several"] = several(operations, patterns)
     return {**row, "scope": scope(transform)} if scope(transform) else row
 
 
@@ -370,11 +432,11 @@ def text():
         "#",
         "# experts: the words of an expert's gate, up and down matrices in a repository. renames: regular expressions of names in a",
         "# repository, with what replaces the first match, in order; two more texts limit them to names under these prefixes; number:",
-        "# what becomes of the number in the match. back: the same from the names of modules. converters: operations on tensors whose",
-        "# names match, in the order of the patterns; their results have the names `to`. others: conversions of another kind. state: the",
-        "# names of the state, where what a name becomes depends on them, and base: the prefix that is then put before a name or taken",
-        "# from it. ignored: what the class leaves out. beside: what it leaves out unless this tensor is there too. unchanged: types whose",
-        "# names stay.",
+        "# what becomes of the number in the match. back: the same from the names of modules. converters: names of results,",
+        "# each with an expression over the tensors whose names match, `x0` that of the first pattern; several: how those of a pattern are",
+        "# joined first. others: conversions of another kind. state: the names of the state, where what a name becomes depends on them, and",
+        "# base: the prefix that is then put before a name or taken from it. ignored: what the class leaves out. beside: what it leaves out",
+        "# unless this tensor is there too. unchanged: types whose names stay.",
         f"unchanged = {json.dumps(unchanged)}",
     ]
     for found, types in sorted(rows.items(), key=lambda item: item[1]):

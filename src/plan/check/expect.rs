@@ -17,12 +17,12 @@ use serde_json::Value as Json;
 
 use super::super::{
     ViewOptions,
-    expr::{EvalError, Expr, ExprValue, NameScope},
+    expr::{Expr, ExprValue},
     family::{Expectation, Family},
     hole::Hole,
     holes,
     library::Beginnings,
-    member::configs,
+    member::{ConfigScope, configs},
     name_group::{NameGroup, fold, stars},
     naming::{self, Parsed},
     parsed::{NameKind, ParsedNames},
@@ -31,34 +31,15 @@ use super::super::{
     survey::unlike,
 };
 
-/// `config.json` for conditions, and the number of the layer as `l`.
-struct Condition<'a> {
-    checkpoint: &'a Checkpoint,
-    layer: Option<u64>,
-}
-
-impl NameScope for Condition<'_> {
-    fn name(&self, name: &str) -> Result<ExprValue, EvalError> {
-        let layer = self.layer.filter(|_| name == "l").and_then(|layer| i64::try_from(layer).ok());
-        layer.map(ExprValue::Int).ok_or_else(|| EvalError::no_name(name))
-    }
-
-    fn config(&self, path: &[String]) -> Option<ExprValue> {
-        ExprValue::of_json(member(self.checkpoint, path)?)
-    }
-
-    fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
-        self.checkpoint.find(tensor).map(|id| self.checkpoint.tensor(id).shape.to_vec())
-    }
-}
-
 fn member<'a>(checkpoint: &'a Checkpoint, path: &[String]) -> Option<&'a Json> {
     configs(checkpoint).find_map(|root| path.iter().try_fold(root, |value, member| value.get(member.as_str())))
 }
 
+/// The value of an expression over `config.json`, and the number of the layer as `l`.
 fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Option<ExprValue> {
     let expression = Expr::parse(expression).expect("the families' files are in the program, and a test parses these");
-    expression.eval(&Condition { checkpoint, layer }).ok()
+    let layer = layer.and_then(|layer| Some(("l".to_owned(), ExprValue::Int(i64::try_from(layer).ok()?))));
+    expression.eval(&ConfigScope { checkpoint, bound: layer.into_iter().collect() }).ok()
 }
 
 /// Whether an expectation holds for a layer. It does not if its condition cannot be evaluated.

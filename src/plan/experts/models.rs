@@ -237,7 +237,7 @@ impl ModelNames {
         let mut found = all.filter_map(|(at, (converter, scope))| {
             let (begin, rest) = name.split_at(scope.begin(name)?);
             let (pattern, text) = converter.matched(rest)?;
-            Some((format!("{begin}{}", rest.replacen(text, &converter.to[0], 1)), Some((at, pattern))))
+            Some((format!("{begin}{}", rest.replacen(text, &converter.to[0].0, 1)), Some((at, pattern))))
         });
         found.next().unwrap_or_else(|| (name.to_owned(), None))
     }

@@ -18,7 +18,7 @@ type Evaluated = Result<ExprValue, EvalError>;
 /// Name, least and most number of operands, and the result.
 pub(super) type Function = (&'static str, usize, usize, fn(&Call<'_>) -> Evaluated);
 
-pub(super) static FUNCTIONS: [Function; 32] = [
+pub(super) static FUNCTIONS: [Function; 34] = [
     ("min", 1, ARGUMENTS_MAX, |call| call.best(Ordering::is_lt)),
     ("max", 1, ARGUMENTS_MAX, |call| call.best(Ordering::is_gt)),
     ("sqrt", 1, 1, |call| match call.float()? {
@@ -46,6 +46,8 @@ pub(super) static FUNCTIONS: [Function; 32] = [
     ("swap", 3, 3, |call| Ok(ExprValue::View(call.view()?.swap_axes(call.axis(1)?, call.axis(2)?)?))),
     ("reshape", 1, ARGUMENTS_MAX, |call| call.reshape()),
     ("slice", 4, 5, |call| call.slice()),
+    ("part", 4, ARGUMENTS_MAX, |call| call.part()),
+    ("halves", 3, 3, |call| call.halves()),
     ("gather", 3, ARGUMENTS_MAX, |call| Ok(ExprValue::View(call.view()?.gather(call.axis(1)?, &call.indexes()?)?))),
     ("concat", 2, ARGUMENTS_MAX, |call| call.joined(0, View::concat)),
     ("stack", 2, ARGUMENTS_MAX, |call| call.joined(1, View::stack)),
@@ -151,6 +153,34 @@ impl<'a> Call<'a> {
         } else {
             view.slice(self.axis(1)?, self.natural(2)?, self.natural(3)?, step.unsigned_abs())?
         }))
+    }
+
+    /// The part of this number, of parts of these extents that make up an axis.
+    fn part(&self) -> Evaluated {
+        let (view, axis, number) = (self.view()?, self.axis(1)?, self.natural(2)?);
+        let parts = (3..self.values.len()).map(|at| self.natural(at)).collect::<Result<Vec<u64>, _>>()?;
+        let all = parts.iter().try_fold(0u64, |all, part| all.checked_add(*part));
+        let found = view.shape().extents().get(axis).copied();
+        let place = usize::try_from(number).ok().filter(|place| *place < parts.len());
+        let Some(place) = place.filter(|_| all.is_some() && all == found) else {
+            let reason = format!("part: expected part {number} of {parts:?} of axis {axis}, found {}", view.shape());
+            return Err(EvalError::new(reason, self.name));
+        };
+        let start = parts[..place].iter().sum();
+        Ok(ExprValue::View(view.slice(axis, start, start + parts[place], 1)?))
+    }
+
+    /// Groups of pairs along an axis: in each group all first elements of pairs, then all second ones.
+    fn halves(&self) -> Evaluated {
+        let (view, axis, groups) = (self.view()?, self.axis(1)?, self.natural(2)?);
+        let mut split = view.shape().extents().to_vec();
+        let Some(pairs) = split.get(axis).filter(|extent| groups > 0 && extent.is_multiple_of(2 * groups)) else {
+            let reason =
+                format!("halves: expected pairs in each of {groups} groups of axis {axis}, found {}", view.shape());
+            return Err(EvalError::new(reason, self.name));
+        };
+        split.splice(axis..=axis, [groups, pairs / groups / 2, 2]);
+        Ok(ExprValue::View(view.reshape_to(&split)?.swap_axes(axis + 1, axis + 2)?.reshape(view.shape())?))
     }
 
     /// Each element of an axis several times in a row.

@@ -25,6 +25,8 @@
 //! | `swap(x, -1, -2)` | two axes exchanged |
 //! | `reshape(x, 4, -1)` | the same elements in row-major order; one extent may be `-1` |
 //! | `slice(x, axis, start, stop[, step])` | a part of an axis; with a negative step downwards, as Python's `range` |
+//! | `part(x, axis, n, e, …)` | part `n` of parts of these extents, which must be all of the axis |
+//! | `halves(x, axis, n)` | in each of `n` groups of an axis the first elements of all pairs, then the second ones |
 //! | `gather(x, axis, i, …)` | the elements of an axis at these indexes, each a number or a list such as `[3, 0..2]` |
 //! | `concat(axis, x, …)`, `stack(axis, x, …)` | end to end, or side by side along a new axis |
 //! | `pad(x, axis, before, after)` | zeros around |
@@ -151,6 +153,8 @@ mod tests {
             ("transpose(x)", "a view BF16 [4, 6]"),
             ("permute(x, 1, 0)", "a view BF16 [4, 6]"),
             ("swap(x, -1, -2)", "a view BF16 [4, 6]"),
+            ("part(x, 0, 1, 1, 3 + 2)", "a view BF16 [5, 4]"),
+            ("halves(x, -2, 3)", "a view BF16 [6, 4]"),
             ("reshape(x, 2, -1, 4)", "a view BF16 [2, 3, 4]"),
             ("slice(x, 0, 1, 6, 2)", "a view BF16 [3, 4]"),
             ("slice(x, -1, 0, extent(x, -1) / 2)", "a view BF16 [6, 2]"),
@@ -232,6 +236,11 @@ mod tests {
             ("permute(x, 0, 0)", "transpose: [0, 0] is not a permutation of the axes of [6, 4]"),
             ("swap(x, 0, 2)", "swap: axis 2, but the shape [6, 4] has 2 axes"),
             ("swap(x, 0, -3)", "swap: expected an axis, found -3"),
+            ("part(x, 0, 1, 1, 3)", "part: expected part 1 of [1, 3] of axis 0, found [6, 4]"),
+            ("part(x, 0, 2, 1, 5)", "part: expected part 2 of [1, 5] of axis 0, found [6, 4]"),
+            ("halves(x, 0, 2)", "halves: expected pairs in each of 2 groups of axis 0, found [6, 4]"),
+            ("halves(x, 2, 1)", "halves: expected pairs in each of 1 groups of axis 2, found [6, 4]"),
+            ("halves(x, 0, 0)", "halves: expected pairs in each of 0 groups of axis 0, found [6, 4]"),
             ("mul(x, 0.1)", "0.1 is no value of f32: round it with f32(…)"),
             ("mul(x, 1 / 3)", "0.3333333333333333 is no value of f32: round it with f32(…)"),
             ("cast(x, 'f17')", "there is no dtype \"f17\"; did you mean `f16`?"),

@@ -12,7 +12,7 @@ use ckfs_tensor::TensorId;
 use super::{
     super::{
         expr::{EvalError, ExprValue, NameScope},
-        member::{config_members, configs},
+        member::{config_members, config_value},
         mesh::Mesh,
         problem::Problem,
     },
@@ -138,8 +138,7 @@ impl NameScope for Local<'_> {
     }
 
     fn config(&self, path: &[String]) -> Option<ExprValue> {
-        configs(self.scope.checkpoint)
-            .find_map(|root| ExprValue::of_json(path.iter().try_fold(root, |value, member| value.get(member))?))
+        config_value(self.scope.checkpoint, path)
     }
 
     fn mesh(&self, axis: &str) -> Option<u64> {

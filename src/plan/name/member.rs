@@ -3,6 +3,8 @@
 use ckfs_checkpoint::Checkpoint;
 use serde_json::Value;
 
+use super::super::expr::{EvalError, ExprValue, NameScope};
+
 /// The model types in `config.json`: that of the whole model, then that of the text model in it.
 pub(crate) fn model_types(checkpoint: &Checkpoint) -> impl Iterator<Item = &str> {
     let dialect = checkpoint.dialect();
@@ -24,4 +26,31 @@ pub(crate) fn config_number(checkpoint: &Checkpoint, member: &str) -> Option<u64
 /// Names of the members of `config.json`, and of its nested configuration of the text model.
 pub(crate) fn config_members(checkpoint: &Checkpoint) -> Vec<&str> {
     configs(checkpoint).filter_map(Value::as_object).flat_map(|members| members.keys().map(String::as_str)).collect()
+}
+
+/// The member of `config.json` at a path, as a value of expressions.
+pub(crate) fn config_value(checkpoint: &Checkpoint, path: &[String]) -> Option<ExprValue> {
+    configs(checkpoint)
+        .find_map(|root| ExprValue::of_json(path.iter().try_fold(root, |value, member| value.get(member))?))
+}
+
+/// `config.json` and the tensors of a checkpoint for expressions, and a few names.
+pub(crate) struct ConfigScope<'a> {
+    pub(crate) checkpoint: &'a Checkpoint,
+    pub(crate) bound: Vec<(String, ExprValue)>,
+}
+
+impl NameScope for ConfigScope<'_> {
+    fn name(&self, name: &str) -> Result<ExprValue, EvalError> {
+        let bound = self.bound.iter().find(|(bound, _)| bound == name);
+        bound.map(|(_, value)| value.clone()).ok_or_else(|| EvalError::no_name(name))
+    }
+
+    fn config(&self, path: &[String]) -> Option<ExprValue> {
+        config_value(self.checkpoint, path)
+    }
+
+    fn shape(&self, tensor: &str) -> Option<Vec<u64>> {
+        self.checkpoint.find(tensor).map(|id| self.checkpoint.tensor(id).shape.to_vec())
+    }
 }
