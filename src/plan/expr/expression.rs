@@ -33,32 +33,25 @@ pub(super) enum ExprNode {
 #[derive(Clone, Debug)]
 pub struct Expr {
     pub(super) node: ExprNode,
-    pub(super) text: Arc<str>,
+    /// The names that it uses, in order, with repetitions.
+    pub(crate) names: Vec<Arc<str>>,
 }
 
 /// A text with expressions in braces: `layers.{l}.{2*i+1}`. Doubled braces stand for themselves.
 #[derive(Clone, Debug)]
 pub struct TextTemplate {
     pub(super) parts: Vec<(String, Option<ExprNode>)>,
+    /// The names that it uses, in order, with repetitions.
+    pub(crate) names: Vec<Arc<str>>,
 }
 
 impl Expr {
-    /// The source text.
-    pub fn text(&self) -> &str {
-        &self.text
-    }
-
     /// Its value.
     ///
     /// # Errors
     /// [`EvalError`].
     pub(crate) fn eval(&self, names: &dyn NameScope) -> Result<ExprValue, EvalError> {
         self.node.eval(names)
-    }
-
-    /// Calls `visit` for each name used.
-    pub(crate) fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
-        self.node.for_each_name(visit);
     }
 }
 
@@ -81,32 +74,9 @@ impl TextTemplate {
         }
         Ok(text)
     }
-
-    /// Calls `visit` for each name used.
-    pub(crate) fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
-        self.parts.iter().filter_map(|part| part.1.as_ref()).for_each(|node| node.for_each_name(visit));
-    }
 }
 
 impl ExprNode {
-    fn for_each_name(&self, visit: &mut dyn FnMut(&str)) {
-        match self {
-            Self::Value(_) | Self::Config(_) | Self::Mesh(_) => {}
-            Self::Text(template) => template.for_each_name(visit),
-            Self::Name(name) => visit(name),
-            Self::Not(of) | Self::Negative(of) => of.for_each_name(visit),
-            Self::If(of) => of.iter().for_each(|node| node.for_each_name(visit)),
-            Self::Coalesce(of) | Self::Binary(_, of) => of.iter().for_each(|node| node.for_each_name(visit)),
-            Self::Call(_, of) => of.iter().for_each(|node| node.for_each_name(visit)),
-            Self::List(of) => {
-                of.iter()
-                    .flat_map(|(first, end)| [Some(first), end.as_ref()])
-                    .flatten()
-                    .for_each(|node| node.for_each_name(visit));
-            }
-        }
-    }
-
     fn eval(&self, names: &dyn NameScope) -> Result<ExprValue, EvalError> {
         match self {
             Self::Value(value) => Ok(value.clone()),

@@ -264,9 +264,8 @@ mod tests {
         assert!(Expr::parse_range("6").is_err());
         let template = TextTemplate::parse("a.{n - 2}.{if n == 12 then 'x' else 'y'}.{{}}.é").unwrap();
         assert_eq!(template.eval(&Fixed).unwrap(), "a.10.x.{}.é");
-        let mut names = Vec::new();
-        template.for_each_name(&mut |name| names.push(name.to_owned()));
-        assert_eq!(names, ["n", "n"]);
+        assert_eq!(template.names, ["n", "n"].map(Into::into));
+        assert_eq!(Expr::parse("f32(a) + max(b, 't.{c}') * [d..e] ?? !a").unwrap().names.concat(), "abcdea");
     }
 
     #[test]

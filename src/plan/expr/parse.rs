@@ -12,6 +12,8 @@ struct Parser<'a> {
     text: &'a str,
     at: usize,
     depth: usize,
+    /// The names so far.
+    names: Vec<Arc<str>>,
 }
 
 /// Operators by precedence, the loosest first. Within a row, a longer operator stands before one that is its prefix.
@@ -23,6 +25,16 @@ fn is_word(c: char) -> bool {
 }
 
 impl<'a> Parser<'a> {
+    fn new(text: &'a str, depth: usize) -> Self {
+        Self { text, at: 0, depth, names: Vec::new() }
+    }
+
+    /// An expression by itself.
+    fn whole(&mut self) -> Result<Expr, SyntaxError> {
+        let node = self.expression()?;
+        Ok(Expr { node, names: std::mem::take(&mut self.names) })
+    }
+
     pub(super) fn rest(&self) -> &'a str {
         &self.text[self.at..]
     }
@@ -132,6 +144,7 @@ impl<'a> Parser<'a> {
                 let end = self.rest().find(quote).ok_or_else(|| self.expected("a closing quote"))?;
                 let template = TextTemplate::parse_deep(&self.rest()[..end], self.depth)?;
                 self.at += end + 1;
+                self.names.extend_from_slice(&template.names);
                 return Ok(ExprNode::Text(template));
             }
         }
@@ -156,6 +169,7 @@ impl<'a> Parser<'a> {
             _ => {}
         }
         if !self.take("(") {
+            self.names.push(word.into());
             return Ok(ExprNode::Name(word.into()));
         }
         let function = FUNCTIONS.iter().find(|(name, ..)| *name == word);
@@ -237,10 +251,10 @@ impl Expr {
     /// # Errors
     /// [`SyntaxError`].
     pub fn parse(text: &str) -> Result<Self, SyntaxError> {
-        let mut parser = Parser { text, at: 0, depth: 0 };
-        let node = parser.expression()?;
+        let mut parser = Parser::new(text, 0);
+        let expr = parser.whole()?;
         parser.end()?;
-        Ok(Self { node, text: text.into() })
+        Ok(expr)
     }
 
     /// Reads a range `start..stop`.
@@ -248,14 +262,14 @@ impl Expr {
     /// # Errors
     /// [`SyntaxError`].
     pub fn parse_range(text: &str) -> Result<(Self, Self), SyntaxError> {
-        let mut parser = Parser { text, at: 0, depth: 0 };
-        let start = parser.expression()?;
+        let mut parser = Parser::new(text, 0);
+        let start = parser.whole()?;
         if !parser.take("..") {
             return Err(parser.expected("a range start..stop"));
         }
-        let stop = parser.expression()?;
+        let stop = parser.whole()?;
         parser.end()?;
-        Ok((Self { node: start, text: text.into() }, Self { node: stop, text: text.into() }))
+        Ok((start, stop))
     }
 
     /// Reads expressions separated by commas. `_` gives `None`; an empty text gives an empty list.
@@ -263,17 +277,13 @@ impl Expr {
     /// # Errors
     /// [`SyntaxError`].
     pub fn parse_list(text: &str) -> Result<Vec<Option<Self>>, SyntaxError> {
-        let mut parser = Parser { text, at: 0, depth: 0 };
+        let mut parser = Parser::new(text, 0);
         let mut all = Vec::new();
         while parser.end().is_err() {
             if !all.is_empty() && !parser.take(",") {
                 return Err(parser.expected("a comma"));
             }
-            all.push(if parser.keyword("_") {
-                None
-            } else {
-                Some(Self { node: parser.expression()?, text: text.into() })
-            });
+            all.push(if parser.keyword("_") { None } else { Some(parser.whole()?) });
         }
         Ok(all)
     }
@@ -289,7 +299,7 @@ impl TextTemplate {
     }
 
     fn parse_deep(text: &str, depth: usize) -> Result<Self, SyntaxError> {
-        let mut parser = Parser { text, at: 0, depth };
+        let mut parser = Parser::new(text, depth);
         let mut parts = Vec::new();
         let mut literal = String::new();
         while let Some(c) = parser.rest().chars().next() {
@@ -311,6 +321,6 @@ impl TextTemplate {
             }
         }
         parts.push((literal, None));
-        Ok(Self { parts })
+        Ok(Self { parts, names: parser.names })
     }
 }

@@ -1,14 +1,11 @@
 //! Names in the expressions of a layout file that nothing can define.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use ckfs_config::did_you_mean;
 
 use super::{AtLine, Each, LayoutFile, LeafRule, Placement, Span, Stack, place::line};
 use crate::expr::Expr;
-
-/// Calls its argument for each name that an expression uses.
-type NamesOf<'a> = dyn Fn(&mut dyn FnMut(&str)) + 'a;
 
 /// A name without a meaning.
 pub(super) struct UnknownName {
@@ -36,25 +33,23 @@ struct NameCheck<'a> {
 
 impl NameCheck<'_> {
     /// Notes the names that are neither of the file's table nor among `locals`.
-    fn check(&mut self, at: Span, locals: &[&str], names: &NamesOf<'_>) {
+    fn check<'n>(&mut self, at: Span, locals: &[&str], names: impl IntoIterator<Item = &'n Arc<str>>) {
         let LayoutFile { params, vars, text, .. } = self.file;
-        let found = &mut self.found;
-        names(&mut |name| {
-            if !params.contains_key(name) && !vars.contains_key(name) && !locals.contains(&name) {
-                let globals = params.keys().chain(vars.keys()).map(String::as_str);
-                let near = did_you_mean("name", name, globals.chain(locals.iter().copied()));
-                found.entry((line(text, at.0), name.to_owned())).or_insert((at, near));
-            }
-        });
+        let is_known = |name: &str| params.contains_key(name) || vars.contains_key(name) || locals.contains(&name);
+        for name in names.into_iter().filter(|name| !is_known(name)) {
+            let globals = params.keys().chain(vars.keys()).map(String::as_str);
+            let near = did_you_mean("name", name, globals.chain(locals.iter().copied()));
+            self.found.entry((line(text, at.0), name.to_string())).or_insert((at, near));
+        }
     }
 
     fn expr(&mut self, expr: &AtLine<Expr>, locals: &[&str]) {
-        self.check(expr.at, locals, &|visit| expr.it.for_each_name(visit));
+        self.check(expr.at, locals, &expr.it.names);
     }
 
     fn range(&mut self, range: &AtLine<(Expr, Expr)>, locals: &[&str]) {
-        self.check(range.at, locals, &|visit| range.it.0.for_each_name(visit));
-        self.check(range.at, locals, &|visit| range.it.1.for_each_name(visit));
+        self.check(range.at, locals, &range.it.0.names);
+        self.check(range.at, locals, &range.it.1.names);
     }
 
     /// Parameters, variables, checks and ignored names.
@@ -65,11 +60,11 @@ impl NameCheck<'_> {
         }
         for check in &file.check {
             self.expr(&check.that, &[]);
-            self.check(check.say.at, &[], &|visit| check.say.it.for_each_name(visit));
+            self.check(check.say.at, &[], &check.say.it.names);
         }
         for ignore in &file.ignore {
             let locals: Vec<&str> = variables(&ignore.each).collect();
-            self.check(ignore.names.at, &locals, &|visit| ignore.names.it.for_each_name(visit));
+            self.check(ignore.names.at, &locals, &ignore.names.it.names);
             if let Some(when) = &ignore.when {
                 self.expr(when, &locals);
             }
@@ -99,22 +94,22 @@ impl NameCheck<'_> {
             self.range(over, &[]);
         }
         for template in place.to.iter().chain([&leaf.to]) {
-            self.check(template.at, &each, &|visit| template.it.for_each_name(visit));
+            self.check(template.at, &each, &template.it.names);
         }
         for expr in place.when.iter().chain(&leaf.when).chain(&place.stage).chain(&leaf.stage) {
             self.expr(expr, &each);
         }
         let inner = self.stacks(leaf.stack.iter().chain(&place.stack), &each);
         if let Some(template) = &place.from {
-            self.check(template.at, &inner, &|visit| template.it.for_each_name(visit));
+            self.check(template.at, &inner, &template.it.names);
         }
         for (_, shape) in &leaf.shape {
             for extent in shape.it.iter().flatten() {
-                self.check(shape.at, &inner, &|visit| extent.for_each_name(visit));
+                self.check(shape.at, &inner, &extent.names);
             }
         }
         for (_, from) in &leaf.from.named {
-            self.check(leaf.from.at, &inner, &|visit| from.for_each_name(visit));
+            self.check(leaf.from.at, &inner, &from.names);
         }
         let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.named.iter().map(|(name, _)| &**name)).collect();
         if let Some(view) = &leaf.view {

@@ -214,11 +214,7 @@ impl<'a> Resolver<'a> {
     fn instances(&mut self, each: &Each, when: Option<&AtLine<Expr>>, outer: &[(Arc<str>, ExprValue)]) -> Vec<Bound> {
         // A condition without any of the variables comes before their ranges: the ranges may have a meaning only if it
         // holds.
-        let free = |when: &&AtLine<Expr>| {
-            let mut free = true;
-            when.it.for_each_name(&mut |name| free &= !each.contains_key(name));
-            free
-        };
+        let free = |when: &&AtLine<Expr>| !when.it.names.iter().any(|name| each.contains_key(&**name));
         if let Some(when) = when.filter(free)
             && self.eval(when, outer, is_true("when")) != Some(true)
         {
