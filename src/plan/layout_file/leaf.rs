@@ -11,7 +11,7 @@ use super::{
         problem::Problem,
         values::Values,
     },
-    AtLine, LeafRule, Placement, Span, Stack,
+    AtLine, Extents, LeafRule, Placement, Span, Stack,
     scope::{Bound, Local, Scope},
     targets::NoExtent,
 };
@@ -45,6 +45,8 @@ pub(super) struct Misshapen {
 
 /// A leaf that is not finished.
 pub(super) struct LeafInProgress<'a> {
+    pub(super) scope: &'a Scope<'a>,
+    pub(super) values: &'a Values<'a>,
     pub(super) leaf: &'a LeafRule,
     pub(super) place: Option<&'a Placement>,
     pub(super) name: String,
@@ -60,36 +62,43 @@ pub(super) struct LeafInProgress<'a> {
     pub(super) found: Vec<TensorId>,
 }
 
-/// Makes the views of leaves.
-#[derive(Clone, Copy)]
-pub(super) struct LeafViews<'a> {
-    pub(super) scope: &'a Scope<'a>,
-    pub(super) values: &'a Values<'a>,
+/// The failure of the rule at a place.
+fn rule(at: Span) -> impl Fn(EvalError) -> LeafFailure {
+    move |error| LeafFailure::Rule(at, error)
 }
 
-impl LeafViews<'_> {
-    /// The view of a leaf.
-    pub(super) fn view(&self, making: &mut LeafInProgress<'_>) -> Result<View, LeafFailure> {
-        let view = self.level(making, 0)?;
-        self.after_stack(making, view)
+impl LeafInProgress<'_> {
+    /// The view of the leaf.
+    pub(super) fn view(&mut self) -> Result<View, LeafFailure> {
+        let stacked = self.level(0)?;
+        let Some(after) = &self.leaf.after_stack else { return Ok(stacked) };
+        self.bound.push(("x".into(), ExprValue::View(stacked)));
+        // None of the stack's axes counts as stacked.
+        self.axes = Some(Vec::new());
+        self.view_of(after, "after_stack")
+    }
+
+    fn local(&self) -> Local<'_> {
+        Local { scope: self.scope, bound: &self.bound }
+    }
+
+    fn view_of(&self, view: &AtLine<Expr>, what: &'static str) -> Result<View, LeafFailure> {
+        view.it.eval(&self.local()).and_then(|value| value.view(what).cloned()).map_err(rule(view.at))
     }
 
     /// The view from one level of stacks inwards.
-    fn level(&self, making: &mut LeafInProgress<'_>, level: usize) -> Result<View, LeafFailure> {
-        let Some(stack) = making.stacks.get(level).copied() else { return self.slice(making) };
+    fn level(&mut self, level: usize) -> Result<View, LeafFailure> {
+        let Some(stack) = self.stacks.get(level).copied() else { return self.slice() };
         let range = match &stack.over {
-            Some(over) => {
-                let range = range_of(self.scope, over, &making.bound);
-                range.map_err(|error| LeafFailure::Rule(over.at, error))?
-            }
-            None => self.numbers(making, stack)?,
+            Some(over) => range_of(self.scope, over, &self.bound).map_err(rule(over.at))?,
+            None => self.numbers(level)?,
         };
         let mut children = Vec::with_capacity(usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(0));
         let mut empty = false;
         for number in range {
-            making.bound.push((stack.var.it.clone(), int(number)));
-            let child = self.level(making, level + 1);
-            making.bound.pop();
+            self.bound.push((stack.var.it.clone(), int(number)));
+            let child = self.level(level + 1);
+            self.bound.pop();
             match child {
                 Ok(child) => children.push(child),
                 // Others may be missing too: the loop goes on to name them all.
@@ -98,138 +107,114 @@ impl LeafViews<'_> {
                 Err(failure) => return Err(failure),
             }
         }
-        if !making.missing.is_empty() || !making.misshapen.is_empty() {
+        if !self.missing.is_empty() || !self.misshapen.is_empty() {
             return Err(LeafFailure::Missing);
         }
         if empty || children.is_empty() {
             return Err(LeafFailure::Empty);
         }
-        let axis = self.axis(making, level, children[0].shape().rank())?;
+        let axis = self.axis(level, children[0].shape().rank())?;
         View::stack(axis, &children).map_err(|error| LeafFailure::Rule(stack.var.at, error.into()))
     }
 
-    /// The view of a finished stack. None of its axes counts as stacked.
-    fn after_stack(&self, making: &mut LeafInProgress<'_>, stacked: View) -> Result<View, LeafFailure> {
-        let Some(after) = &making.leaf.after_stack else { return Ok(stacked) };
-        let mut bound = making.bound.clone();
-        bound.push(("x".into(), ExprValue::View(stacked)));
-        let view = after.it.eval(&Local { scope: self.scope, bound: &bound });
-        let view = view.and_then(|view| view.view("after_stack").cloned());
-        making.axes = Some(Vec::new());
-        view.map_err(|error| LeafFailure::Rule(after.at, error))
-    }
-
-    /// Number of the axis that a level of stacks makes, among the axes of the levels inside it.
-    fn axis(&self, making: &mut LeafInProgress<'_>, level: usize, child_rank: usize) -> Result<usize, LeafFailure> {
-        if making.axes.is_none() {
-            let levels = making.stacks.len();
-            let rank = child_rank - (levels - 1 - level);
-            let mut axes = Vec::with_capacity(levels);
-            for (outer, stack) in making.stacks.iter().enumerate() {
+    /// Number of the axis that a level of stacks makes, among the axes of the levels inside it. The innermost asks first.
+    fn axis(&mut self, level: usize, child_rank: usize) -> Result<usize, LeafFailure> {
+        if self.axes.is_none() {
+            let mut axes = Vec::with_capacity(self.stacks.len());
+            for (outer, stack) in self.stacks.iter().enumerate() {
                 let Some(axis) = &stack.axis else {
                     axes.push(outer);
                     continue;
                 };
-                let mut bound = making.bound.clone();
-                bound.push(("rank".into(), int(rank as u64)));
-                bound.push(("outer".into(), int(outer as u64)));
-                let number = axis.it.eval(&Local { scope: self.scope, bound: &bound });
-                let number = number.and_then(|number| number.natural("axis"));
-                let number = number.map_err(|error| LeafFailure::Rule(axis.at, error))?;
-                let number = usize::try_from(number).ok().filter(|number| *number < rank + levels);
-                match number.filter(|number| !axes.contains(number)) {
-                    Some(number) => axes.push(number),
-                    None => return Err(LeafFailure::Rule(axis.at, EvalError::range("axis"))),
-                }
+                let more = [("rank".into(), int(child_rank as u64)), ("outer".into(), int(outer as u64))];
+                let local = Local { scope: self.scope, bound: &[&self.bound[..], &more].concat() };
+                let number = axis.it.eval(&local).and_then(|number| number.natural("axis")).map_err(rule(axis.at))?;
+                let number = usize::try_from(number).ok().filter(|number| *number < child_rank + self.stacks.len());
+                let number = number.filter(|number| !axes.contains(number));
+                axes.push(number.ok_or_else(|| LeafFailure::Rule(axis.at, EvalError::range("axis")))?);
             }
-            making.axes = Some(axes);
+            self.axes = Some(axes);
         }
-        let axes = making.axes.as_deref().expect("set above");
+        let axes = self.axes.as_deref().expect("set above");
         Ok(axes[level] - axes[..level].iter().filter(|outer| **outer < axes[level]).count())
     }
 
-    /// All numbers of a variable in the names of the repository, from 0.
-    fn numbers(&self, making: &LeafInProgress<'_>, stack: &Stack) -> Result<Range<u64>, LeafFailure> {
+    /// All numbers of a stack's variable in the names of the repository, from 0.
+    fn numbers(&self, level: usize) -> Result<Range<u64>, LeafFailure> {
+        let stack = self.stacks[level];
         if self.scope.inverse.is_some() {
             return Err(open(stack));
         }
-        let mut bound = making.bound.clone();
+        let mut bound = self.bound.clone();
         bound.push((stack.var.it.clone(), ExprValue::Text("*".into())));
         // Stacks further in have no number yet. Any number serves, as layers and experts start at 0 unless a range says
         // otherwise.
-        let at = making.stacks.iter().position(|other| std::ptr::eq(*other, stack));
-        let at = at.expect("the stack is one of those being made");
-        for inner in &making.stacks[at + 1..] {
+        for inner in &self.stacks[level + 1..] {
             let first =
                 inner.over.as_ref().map_or(Ok(0), |over| range_of(self.scope, over, &bound).map(|range| range.start));
-            let first = first.map_err(|error| LeafFailure::Rule(inner.var.at, error))?;
-            bound.push((inner.var.it.clone(), int(first)));
+            bound.push((inner.var.it.clone(), int(first.map_err(rule(inner.var.at))?)));
         }
-        let Some((_, first)) = making.leaf.from.named.first() else { return Ok(0..0) };
-        let name = self.source_name(making, first, &bound).map_err(|_| open(stack))?;
+        let Some((_, first)) = self.leaf.from.named.first() else { return Ok(0..0) };
+        let name = self.source_name(first, &bound).map_err(|_| open(stack))?;
         Ok(0..self.scope.count(&name).min(RANGE_MAX))
     }
 
-    fn source_name(
-        &self,
-        making: &LeafInProgress<'_>,
-        template: &TextTemplate,
-        bound: &[(Arc<str>, ExprValue)],
-    ) -> Result<String, LeafFailure> {
+    fn source_name(&self, template: &TextTemplate, bound: &[(Arc<str>, ExprValue)]) -> Result<String, LeafFailure> {
         let local = Local { scope: self.scope, bound };
-        let name = template.eval(&local).map_err(|error| LeafFailure::Rule(making.leaf.from.at, error))?;
-        let Some(from) = making.place.and_then(|place| place.from.as_ref()) else { return Ok(name) };
-        let prefix = from.it.eval(&local).map_err(|error| LeafFailure::Rule(from.at, error))?;
-        Ok(joined(&prefix, &name))
+        let name = template.eval(&local).map_err(rule(self.leaf.from.at))?;
+        let Some(from) = self.place.and_then(|place| place.from.as_ref()) else { return Ok(name) };
+        Ok(joined(&from.it.eval(&local).map_err(rule(from.at))?, &name))
     }
 
     /// The view over one set of sources, before stacking.
-    fn slice(&self, making: &mut LeafInProgress<'_>) -> Result<View, LeafFailure> {
-        let leaf = making.leaf;
-        let before = making.missing.len() + making.misshapen.len();
+    fn slice(&mut self) -> Result<View, LeafFailure> {
+        let leaf = self.leaf;
+        let before = self.missing.len() + self.misshapen.len();
         let mut sources = Vec::with_capacity(leaf.from.named.len());
         for (name, template) in &leaf.from.named {
-            let source = self.source_name(making, template, &making.bound)?;
+            let source = self.source_name(template, &self.bound)?;
+            let shape = leaf.shape.iter().find(|(of, _)| **of == **name).map(|(_, shape)| shape);
             if let Some(inverse) = self.scope.inverse {
-                let extents = self.extents(making, name)?;
-                let view = inverse.targets.borrow_mut().view(source, extents);
-                sources.push((name.clone(), view.map_err(|error| LeafFailure::Rule(leaf.from.at, error))?));
+                let extents = shape.map_or_else(|| Ok(vec![Err(None)]), |shape| self.extents(shape))?;
+                let view = inverse.targets.borrow_mut().view(source, extents).map_err(rule(leaf.from.at))?;
+                sources.push((name.clone(), ExprValue::View(view)));
                 continue;
             }
             let Some(id) = self.scope.find(&source) else {
-                making.missing.push(source);
+                self.missing.push(source);
                 continue;
             };
-            making.found.push(id);
+            self.found.push(id);
             let found = self.scope.checkpoint.tensor(id).name;
             let dtype = match &leaf.dtype {
                 Some(dtype) => dtype.it.dtype(),
-                None => self.values.dtype_of(id, &[found, &source, &making.name]),
+                None => self.values.dtype_of(id, &[found, &source, &self.name]),
             };
             let view = self.values.view(id, dtype).map_err(LeafFailure::Source)?;
-            making.misshapen.extend(self.misshapen(making, name, id, view.shape())?);
-            sources.push((name.clone(), view));
+            if let Some(shape) = shape {
+                self.misshapen.extend(self.misfit(shape, id, view.shape())?);
+            }
+            sources.push((name.clone(), ExprValue::View(view)));
         }
-        if making.missing.len() + making.misshapen.len() > before {
+        if self.missing.len() + self.misshapen.len() > before {
             return Err(LeafFailure::Missing);
         }
-        let Some(view) = &leaf.view else { return sources.pop().map(|(_, view)| view).ok_or(LeafFailure::Empty) };
-        let outside = making.bound.len();
-        making.bound.extend(sources.into_iter().map(|(name, view)| (name, ExprValue::View(view))));
-        let value = view.it.eval(&Local { scope: self.scope, bound: &making.bound });
-        making.bound.truncate(outside);
-        value.and_then(|value| value.view("view").cloned()).map_err(|error| LeafFailure::Rule(view.at, error))
+        let Some(view) = &leaf.view else {
+            let Some((_, ExprValue::View(view))) = sources.pop() else { return Err(LeafFailure::Empty) };
+            return Ok(view);
+        };
+        let outside = self.bound.len();
+        self.bound.append(&mut sources);
+        let view = self.view_of(view, "view");
+        self.bound.truncate(outside);
+        view
     }
 
-    /// The extents that a leaf's rule gives to a source. An extent without a value has the reason in its place.
-    fn extents(&self, making: &LeafInProgress<'_>, name: &str) -> Result<Vec<Result<u64, NoExtent>>, LeafFailure> {
-        let Some((_, shape)) = making.leaf.shape.iter().find(|(of, _)| **of == *name) else {
-            return Ok(vec![Err(None)]);
-        };
-        let local = Local { scope: self.scope, bound: &making.bound };
+    /// The extents that a rule gives to a source. An extent without a value has the reason in its place.
+    fn extents(&self, shape: &AtLine<Extents>) -> Result<Vec<Result<u64, NoExtent>>, LeafFailure> {
         let extents = shape.it.iter().map(|extent| {
             let Some(extent) = extent else { return Ok(Err(None)) };
-            match extent.eval(&local).and_then(|extent| extent.natural("shape")) {
+            match extent.eval(&self.local()).and_then(|extent| extent.natural("shape")) {
                 Ok(extent) => Ok(Ok(extent)),
                 Err(error) if error.absent.is_some() => Ok(Err(Some(error))),
                 Err(error) => Err(LeafFailure::Rule(shape.at, error)),
@@ -238,17 +223,9 @@ impl LeafViews<'_> {
         extents.collect()
     }
 
-    /// The difference between the shape of a leaf's source and the shape in its rule, if the rule has one.
-    fn misshapen(
-        &self,
-        making: &LeafInProgress<'_>,
-        name: &str,
-        id: TensorId,
-        found: &Shape,
-    ) -> Result<Option<Misshapen>, LeafFailure> {
-        let Some((_, shape)) = making.leaf.shape.iter().find(|(of, _)| **of == *name) else { return Ok(None) };
-        let expected = self.extents(making, name)?;
-        let expected: Vec<Option<u64>> = expected.into_iter().map(Result::ok).collect();
+    /// The difference between the shape of a source and the shape in its rule, if there is one.
+    fn misfit(&self, shape: &AtLine<Extents>, id: TensorId, found: &Shape) -> Result<Option<Misshapen>, LeafFailure> {
+        let expected: Vec<Option<u64>> = self.extents(shape)?.into_iter().map(Result::ok).collect();
         let same = |(expected, found): (&Option<u64>, &u64)| expected.is_none_or(|expected| expected == *found);
         if expected.len() == found.rank() && expected.iter().zip(found.extents()).all(same) {
             return Ok(None);
@@ -257,9 +234,7 @@ impl LeafViews<'_> {
         let expected = format!("[{}]", words.collect::<Vec<_>>().join(", "));
         Ok(Some(Misshapen { id, at: shape.at, expected, found: found.clone() }))
     }
-}
 
-impl LeafInProgress<'_> {
     /// The finished leaf.
     pub(super) fn draft(self, view: View) -> Draft {
         let stacked = self.axes.unwrap_or_default();

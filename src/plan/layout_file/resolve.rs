@@ -24,7 +24,7 @@ use super::{
         values::{ValueRequest, Values},
     },
     Allowed, AtLine, Each, LayoutFile, LeafRule, Placement, Resolved, Span,
-    leaf::{LeafFailure, LeafInProgress, LeafViews, Misshapen, int, joined, range_of},
+    leaf::{LeafFailure, LeafInProgress, Misshapen, int, joined, range_of},
     place::line,
     scope::{Bound, Local, Scope},
     targets::{Inverse, StoredNames, Target, Targets},
@@ -269,6 +269,8 @@ impl<'a> Resolver<'a> {
             }
             let Ok(stage) = self.stage(place, leaf, &bound, &name) else { return };
             let mut making = LeafInProgress {
+                scope: self.scope,
+                values: self.values,
                 leaf,
                 place,
                 name,
@@ -280,7 +282,7 @@ impl<'a> Resolver<'a> {
                 misshapen: vec![],
                 found: vec![],
             };
-            let view = LeafViews { scope: self.scope, values: self.values }.view(&mut making);
+            let view = making.view();
             self.finish(making, view);
         }
     }
