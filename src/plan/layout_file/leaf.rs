@@ -7,7 +7,7 @@ use ckfs_tensor::{Shape, TensorId, View};
 use super::{
     super::{
         draft::{Draft, Roles},
-        expr::{EvalError, Expr, ExprValue, TextTemplate},
+        expr::{EvalError, Expr, ExprValue, NameScope, TextTemplate},
         problem::Problem,
         values::Values,
     },
@@ -90,7 +90,7 @@ impl LeafInProgress<'_> {
     fn level(&mut self, level: usize) -> Result<View, LeafFailure> {
         let Some(stack) = self.stacks.get(level).copied() else { return self.slice() };
         let range = match &stack.over {
-            Some(over) => range_of(self.scope, over, &self.bound).map_err(rule(over.at))?,
+            Some(over) => range_of(&over.it, &self.local()).map_err(rule(over.at))?,
             None => self.numbers(level)?,
         };
         let mut children = Vec::with_capacity(usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(0));
@@ -150,9 +150,10 @@ impl LeafInProgress<'_> {
         // Stacks further in have no number yet. Any number serves, as layers and experts start at 0 unless a range says
         // otherwise.
         for inner in &self.stacks[level + 1..] {
-            let first =
-                inner.over.as_ref().map_or(Ok(0), |over| range_of(self.scope, over, &bound).map(|range| range.start));
-            bound.push((inner.var.it.clone(), int(first.map_err(rule(inner.var.at))?)));
+            let local = Local { scope: self.scope, bound: &bound };
+            let first = inner.over.as_ref().map_or(Ok(0), |over| range_of(&over.it, &local).map(|range| range.start));
+            let first = first.map_err(rule(inner.var.at))?;
+            bound.push((inner.var.it.clone(), int(first)));
         }
         let Some((_, first)) = self.leaf.from.named.first() else { return Ok(0..0) };
         let name = self.source_name(first, &bound).map_err(|_| open(stack))?;
@@ -278,14 +279,8 @@ fn open(stack: &Stack) -> LeafFailure {
 }
 
 /// The numbers of a range, of which there are at most [`RANGE_MAX`].
-pub(super) fn range_of(
-    scope: &Scope<'_>,
-    range: &AtLine<(Expr, Expr)>,
-    bound: &[(Arc<str>, ExprValue)],
-) -> Result<Range<u64>, EvalError> {
-    let local = Local { scope, bound };
-    let number = |expr: &Expr| expr.eval(&local)?.natural("range");
-    let (start, stop) = (number(&range.it.0)?, number(&range.it.1)?);
+pub(super) fn range_of((start, stop): &(Expr, Expr), names: &dyn NameScope) -> Result<Range<u64>, EvalError> {
+    let (start, stop) = (start.eval(names)?.natural("range")?, stop.eval(names)?.natural("range")?);
     if stop.saturating_sub(start) <= RANGE_MAX { Ok(start..stop) } else { Err(EvalError::range("range")) }
 }
 

@@ -222,34 +222,14 @@ impl<'a> Resolver<'a> {
         }
         let mut all = vec![outer.to_vec()];
         for (var, over) in each {
-            let range = match range_of(self.scope, over, outer) {
-                Ok(range) => range,
-                Err(error) => {
-                    self.add(self.scope.problem(over.at, "", &error));
-                    return Vec::new();
-                }
-            };
-            let var: Arc<str> = var.as_str().into();
-            let extended = all.iter().flat_map(|bound| {
-                let var = &var;
-                range.clone().map(move |number| {
-                    let mut bound = bound.clone();
-                    bound.push((var.clone(), int(number)));
-                    bound
-                })
-            });
-            all = extended.collect();
+            let Some(range) = self.eval(over, outer, range_of) else { return Vec::new() };
+            let var: &Arc<str> = &var.as_str().into();
+            let with = |bound: &Bound, number| [&bound[..], &[(var.clone(), int(number))]].concat();
+            all = all.iter().flat_map(|bound| range.clone().map(move |number| with(bound, number))).collect();
         }
         let Some(when) = when else { return all };
-        let mut kept = Vec::new();
-        for bound in all {
-            match self.eval(when, &bound, is_true("when")) {
-                Some(true) => kept.push(bound),
-                Some(false) => {}
-                None => return Vec::new(),
-            }
-        }
-        kept
+        let holds = all.iter().map(|bound| self.eval(when, bound, is_true("when"))).collect::<Option<Vec<bool>>>();
+        all.into_iter().zip(holds.unwrap_or_default()).filter_map(|(bound, holds)| holds.then_some(bound)).collect()
     }
 
     fn rule(&mut self, place: Option<&'a Placement>, leaf: &'a LeafRule, outer: &[(Arc<str>, ExprValue)]) {
@@ -296,17 +276,12 @@ impl<'a> Resolver<'a> {
         name: &str,
     ) -> Result<Option<u64>, ()> {
         let Some(stage) = leaf.stage.as_ref().or_else(|| place?.stage.as_ref()) else { return Ok(None) };
-        let number = stage.it.eval(&Local { scope: self.scope, bound }).and_then(|number| number.natural("stage"));
         let stages = self.scope.mesh.find(STAGE_AXIS).map_or(1, |axis| self.scope.mesh.axes()[axis].size);
+        let number = stage.it.eval(&Local { scope: self.scope, bound }).and_then(|number| number.natural("stage"));
         let number =
             number.and_then(|number| if number < stages { Ok(number) } else { Err(EvalError::range("stage")) });
-        match number {
-            Ok(number) => Ok(Some(number).filter(|_| stages > 1)),
-            Err(error) => {
-                self.add(self.scope.problem(stage.at, name, &error));
-                Err(())
-            }
-        }
+        let number = number.map(|number| Some(number).filter(|_| stages > 1));
+        number.map_err(|error| self.add(self.scope.problem(stage.at, name, &error)))
     }
 
     fn finish(&mut self, mut making: LeafInProgress<'_>, view: Result<View, LeafFailure>) {
