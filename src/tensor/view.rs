@@ -194,7 +194,7 @@ pub enum Op {
 
 impl Op {
     /// The views that it moves or changes elements of; what is stored, constant or made by an encoder has none.
-    fn operands(&self) -> &[View] {
+    pub fn operands(&self) -> &[View] {
         match self {
             Self::Source(_) | Self::Mosaic(_) | Self::Fill(_) | Self::Quantized(_) | Self::Encoded { .. } => &[],
             Self::Slice { of, .. }

@@ -32,6 +32,9 @@ pub enum SyntaxError {
         /// The number of operands found.
         found: usize,
     },
+    /// A text that stands for a dtype, and for none.
+    #[error("{0}")]
+    Dtype(String),
     /// Nested too deep.
     #[error("nested more than {DEPTH_MAX} deep")]
     Depth,

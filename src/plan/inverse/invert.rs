@@ -67,20 +67,12 @@ pub(super) fn invert(leaf: &View, stored: View) -> Result<Vec<LeafPart>, String>
 
 /// The extent of the axis of a leaf that its rule pads, and how much of it is the target's.
 pub(super) fn padded(leaf: &View) -> Option<(u64, u64)> {
-    if let Op::Pad { of, axis, .. } = leaf.op() {
-        return Some((leaf.shape().extents()[*axis], of.shape().extents()[*axis]));
+    match (leaf.op(), leaf.op().operands()) {
+        (Op::Pad { of, axis, .. }, _) => Some((leaf.shape().extents()[*axis], of.shape().extents()[*axis])),
+        (Op::Stack { .. } | Op::Gather { .. }, _) => None,
+        (_, [of]) => padded(of),
+        _ => None,
     }
-    let (Op::Slice { of, .. }
-    | Op::Transpose { of, .. }
-    | Op::Reshape { of }
-    | Op::Cast { of }
-    | Op::Multiply { of, .. }
-    | Op::Add { of, .. }
-    | Op::Exp { of, .. }) = leaf.op()
-    else {
-        return None;
-    };
-    padded(of)
 }
 
 /// `value` has the elements of `of` at `places`.

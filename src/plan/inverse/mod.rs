@@ -270,16 +270,14 @@ impl Inversion<'_> {
         for draft in &self.reading.resolved.drafts {
             let stored = self.names.of(&draft.name);
             let id = checkpoint.find(&stored);
+            let fitting = id.filter(|id| fits(draft, checkpoint.tensor(*id).shape));
             match id {
-                Some(id) if !fits(draft, checkpoint.tensor(id).shape) => {
-                    misshapen.push((id, draft.view.shape().clone()));
-                }
-                Some(_) => {}
-                None if options.allow_missing.accepts(&stored) => {}
-                None => missing.push(stored.clone()),
+                Some(id) if fitting.is_none() => misshapen.push((id, draft.view.shape().clone())),
+                None if !options.allow_missing.accepts(&stored) => missing.push(stored.clone()),
+                _ => {}
             }
             known.insert(stored);
-            found.push(id.filter(|id| fits(draft, checkpoint.tensor(*id).shape)));
+            found.push(fitting);
         }
         let weights =
             checkpoint.tensors().map(|(_, info)| info.name).filter(|name| detect::is_weight(self.names, name));

@@ -18,16 +18,9 @@ use super::{
     place,
 };
 
-/// Why a text has no meaning.
-enum Malformed {
-    /// It is no expression.
-    Syntax(String, SyntaxError),
-    Other(String),
-}
-
 thread_local! {
     /// The malformed texts of the file that this thread reads. All of them are reported, but an error of serde ends the reading.
-    static MALFORMED: RefCell<Vec<(Span, Malformed)>> = const { RefCell::new(Vec::new()) };
+    static MALFORMED: RefCell<Vec<(Span, String, SyntaxError)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// What a text of a layout file stands for.
@@ -57,12 +50,13 @@ meanings! {
     Extents: "", Expr::parse_list;
     TextTemplate: "", Self::parse;
     Arc<str>: "", |text: &str| Ok(text.into());
+    DtypeChoice: "keep", |text: &str| Self::from_word(text).map_err(SyntaxError::Dtype);
 }
 
 /// What a text means. If it means nothing, that is noted.
 fn meaning<T: Meaning>(at: Span, text: &str) -> T {
     T::read(text).unwrap_or_else(|error| {
-        MALFORMED.with_borrow_mut(|all| all.push((at, Malformed::Syntax(text.to_owned(), error))));
+        MALFORMED.with_borrow_mut(|all| all.push((at, text.to_owned(), error)));
         T::read(T::ANY).expect("it has a meaning, which tests show")
     })
 }
@@ -71,18 +65,6 @@ impl<'de, T: Meaning> Deserialize<'de> for AtLine<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = Spanned::<String>::deserialize(deserializer)?;
         Ok(Self { it: meaning(span(&text), text.get_ref()), at: span(&text) })
-    }
-}
-
-impl<'de> Deserialize<'de> for AtLine<DtypeChoice> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = Spanned::<String>::deserialize(deserializer)?;
-        let at = span(&text);
-        let it = DtypeChoice::from_word(text.get_ref()).unwrap_or_else(|reason| {
-            MALFORMED.with_borrow_mut(|all| all.push((at, Malformed::Other(reason))));
-            DtypeChoice::Keep
-        });
-        Ok(Self { it, at })
     }
 }
 
@@ -210,12 +192,9 @@ impl LayoutReader<'_> {
     }
 
     /// Reports a text without a meaning.
-    fn malformed(&mut self, at: Span, malformed: Malformed) {
-        let (text, error) = match malformed {
-            Malformed::Syntax(text, error) => (text, error),
-            Malformed::Other(reason) => return self.problem(at, reason),
-        };
-        let (part, near) = match &error {
+    fn malformed(&mut self, at: Span, text: &str, error: &SyntaxError) {
+        let (part, near) = match error {
+            SyntaxError::Dtype(reason) => (at, Some(reason.clone())),
             SyntaxError::Function(name) => (self.word(at, name), did_you_mean("function", name, function_names())),
             SyntaxError::Expected { at: found, .. } => {
                 let start = self.text.get(at.0..at.1).and_then(|text| text.rfind(found.as_str()));
@@ -303,13 +282,13 @@ impl LayoutFile {
             reader.problem(at, with_near_field(error.message()));
             PlanError { problems: std::mem::take(&mut reader.problems) }
         })?;
-        malformed.sort_by_key(|(at, _)| *at);
+        malformed.sort_by_key(|(at, ..)| *at);
         // What is defined by a malformed text is not defined.
         for definitions in [&mut file.params, &mut file.vars, &mut file.inverse] {
-            definitions.retain(|_, definition| malformed.iter().all(|(at, _)| *at != definition.at));
+            definitions.retain(|_, definition| malformed.iter().all(|(at, ..)| *at != definition.at));
         }
-        for (at, malformed) in malformed {
-            reader.malformed(at, malformed);
+        for (at, text, error) in malformed {
+            reader.malformed(at, &text, &error);
         }
         reader.check_definitions(&file);
         file.leaf.iter().chain(file.group.values().flatten()).for_each(|leaf| reader.check_leaf(leaf));

@@ -77,7 +77,7 @@ impl LayoutFile {
     fn run(&self, scope: &Scope<'_>, values: &Values<'_>, allowed: Allowed) -> Result<Resolved, Vec<Problem>> {
         let checkpoint = scope.checkpoint;
         let mut problems = Vec::new();
-        for name in scope.set().filter(|name| !self.params.contains_key(*name)) {
+        for name in scope.set.keys().filter(|name| !self.params.contains_key(*name)) {
             let known: Vec<&str> = self.params.keys().map(String::as_str).collect();
             let reason = did_you_mean("parameter", name, known.iter().copied())
                 .unwrap_or_else(|| format!("there is no parameter {name:?}; there are: {}", known.join(", ")));

@@ -30,7 +30,8 @@ pub(super) struct Scope<'a> {
     /// The same tensors under the names that the repository has for its experts, for a file of the user's.
     pub(super) stored: Option<&'a Checkpoint>,
     pub(super) mesh: &'a Mesh,
-    set: BTreeMap<String, ExprValue>,
+    /// The parameters that the user has set.
+    pub(super) set: BTreeMap<String, ExprValue>,
     /// For the inverse of the layout: the checkpoint has the leaves, and the sources are to be made.
     pub(super) inverse: Option<&'a Inverse<'a>>,
     /// Evaluated values; `None` during the evaluation.
@@ -61,11 +62,6 @@ impl<'a> Scope<'a> {
         self.file.problem(at, target, error, (self.mesh, &config_members(self.checkpoint)))
     }
 
-    /// Names of the parameters that the user has set.
-    pub(super) fn set(&self) -> impl Iterator<Item = &String> {
-        self.set.keys()
-    }
-
     pub(super) fn global(&self, name: &str) -> Result<ExprValue, EvalError> {
         if let Some(known) = self.known.borrow().get(name) {
             return known
@@ -88,24 +84,23 @@ impl<'a> Scope<'a> {
 
     /// The tensor of a name, or of the first alias of the name that the repository has.
     pub(super) fn find(&self, name: &str) -> Option<TensorId> {
-        if let Some(inverse) = self.inverse {
-            return self.checkpoint.find(&inverse.names.of(name));
-        }
-        let in_one = |checkpoint: &Checkpoint| {
-            checkpoint.find(name).or_else(|| self.on_disk(name).find_map(|name| checkpoint.find(&name)))
-        };
+        let in_one = |checkpoint: &Checkpoint| self.spellings(name).find_map(|name| checkpoint.find(&name));
         in_one(self.checkpoint).or_else(|| self.stored.and_then(in_one))
     }
 
-    fn on_disk(&self, name: &str) -> impl Iterator<Item = String> {
-        self.file.alias.iter().flat_map(move |Alias { name: prefix, on_disk }| {
+    /// The names that the checkpoint may have for one in the rules: that under which it stores a leaf, or the name and its aliases.
+    fn spellings(&self, name: &str) -> impl Iterator<Item = String> {
+        let first = self.inverse.map_or_else(|| name.to_owned(), |inverse| inverse.names.of(name));
+        let aliases = self.file.alias.iter().filter(|_| self.inverse.is_none());
+        let others = aliases.flat_map(move |Alias { name: prefix, on_disk }| {
             let rest = name.strip_prefix(prefix.as_str());
             on_disk.iter().filter_map(move |other| rest.map(|rest| format!("{other}{rest}")))
-        })
+        });
+        std::iter::once(first).chain(others)
     }
 
     pub(super) fn count(&self, pattern: &str) -> u64 {
-        let one = |pattern: &str| -> u64 {
+        let one = |pattern: String| -> u64 {
             let Some((before, after)) = pattern.split_once('*') else { return 0 };
             let numbers = self.checkpoint.table().with_prefix(before).filter_map(|id| {
                 let middle = self.checkpoint.tensor(id).name.strip_prefix(before)?.strip_suffix(after)?;
@@ -114,14 +109,7 @@ impl<'a> Scope<'a> {
             });
             numbers.max().unwrap_or(0)
         };
-        if let Some(inverse) = self.inverse {
-            return one(&inverse.names.of(pattern));
-        }
-        std::iter::once(pattern.to_owned())
-            .chain(self.on_disk(pattern))
-            .map(|pattern| one(&pattern))
-            .find(|count| *count > 0)
-            .unwrap_or(0)
+        self.spellings(pattern).map(one).find(|count| *count > 0).unwrap_or(0)
     }
 }
 

@@ -9,7 +9,7 @@ use std::{collections::BTreeMap, ops::Range};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::page_size::page_bytes;
-use ckfs_tensor::{ByteRuns, Mosaic, Op, Reads, Region, Shape, SourceTensor, TensorId, View, reads};
+use ckfs_tensor::{ByteRuns, DType, Op, Reads, Region, Shape, SourceTensor, TensorId, View, reads};
 use hashbrown::{HashMap, HashSet};
 use smallvec::SmallVec;
 
@@ -353,28 +353,29 @@ impl Expression {
         self.words[at + 1] = (self.words.len() - at) as u64;
     }
 
-    fn add_source(&mut self, tensor: &SourceTensor) {
+    /// Adds the dtype of a source tensor, and its number.
+    fn add_number(&mut self, id: TensorId, dtype: DType) {
         let next = number(self.sources.len());
-        let ordinal = *self.sources.entry(tensor.id).or_insert(next);
-        self.add_numbers(0, tensor.shape.extents());
-        self.words.extend([tensor.dtype as u64, u64::from(ordinal)]);
+        let ordinal = *self.sources.entry(id).or_insert(next);
+        self.words.extend([dtype as u64, u64::from(ordinal)]);
     }
 
-    fn add_mosaic(&mut self, mosaic: &Mosaic) {
-        self.add_numbers(13, mosaic.shape().extents());
-        for part in mosaic.boxes() {
-            let next = number(self.sources.len());
-            let ordinal = *self.sources.entry(part.tensor).or_insert(next);
-            self.add_numbers(14, part.origin.iter().chain(part.extents).chain(&part.strides()));
-            self.words.extend([mosaic.dtype() as u64, u64::from(ordinal)]);
-        }
+    fn add_source(&mut self, tensor: &SourceTensor) {
+        self.add_numbers(0, tensor.shape.extents());
+        self.add_number(tensor.id, tensor.dtype);
     }
 
     /// Element operators, scales and zero points are left out: they do not move bytes.
     fn add(&mut self, view: &View) {
         match view.op() {
             Op::Source(tensor) => self.add_source(tensor),
-            Op::Mosaic(mosaic) => self.add_mosaic(mosaic),
+            Op::Mosaic(mosaic) => {
+                self.add_numbers(13, mosaic.shape().extents());
+                for part in mosaic.boxes() {
+                    self.add_numbers(14, part.origin.iter().chain(part.extents).chain(&part.strides()));
+                    self.add_number(part.tensor, mosaic.dtype());
+                }
+            }
             Op::Quantized(value) => {
                 // Only the position of the codes counts: decoding does not move bytes.
                 let operand = &value.load;
@@ -399,41 +400,21 @@ impl Expression {
                 }
             }
             Op::Fill(_) => self.add_numbers(1, view.shape().extents()),
-            Op::Slice { of, axis, start, stop, step } => {
-                self.add_numbers(2, &[*axis as u64, *start, *stop, *step]);
-                self.add(of);
-            }
-            Op::Transpose { of, axes } => {
+            Op::Slice { axis, start, stop, step, .. } => self.add_numbers(2, &[*axis as u64, *start, *stop, *step]),
+            Op::Transpose { axes, .. } => {
                 self.add_numbers(3, &axes.iter().map(|axis| *axis as u64).collect::<SmallVec<[u64; 4]>>());
-                self.add(of);
             }
-            Op::Reshape { of } => {
-                self.add_numbers(4, view.shape().extents());
-                self.add(of);
-            }
-            Op::Stack { of, axis } | Op::Concat { of, axis } => {
-                let operator = if matches!(view.op(), Op::Stack { .. }) { 5 } else { 6 };
-                self.add_numbers(operator, &[*axis as u64, of.len() as u64]);
-                for of in of {
-                    self.add(of);
-                }
-            }
-            Op::Pad { of, axis, before, after } => {
-                self.add_numbers(7, &[*axis as u64, *before, *after]);
-                self.add(of);
-            }
-            Op::Gather { of, axis, runs } => {
+            Op::Reshape { .. } => self.add_numbers(4, view.shape().extents()),
+            Op::Stack { of, axis } => self.add_numbers(5, &[*axis as u64, of.len() as u64]),
+            Op::Concat { of, axis } => self.add_numbers(6, &[*axis as u64, of.len() as u64]),
+            Op::Pad { axis, before, after, .. } => self.add_numbers(7, &[*axis as u64, *before, *after]),
+            Op::Gather { axis, runs, .. } => {
                 self.add_numbers(15, &[*axis as u64]);
                 runs.iter().for_each(|run| self.add_numbers(16, &[run.first, run.step.cast_unsigned(), run.count]));
-                self.add(of);
             }
-            Op::Cast { of } | Op::Multiply { of, .. } | Op::Add { of, .. } | Op::Exp { of } => self.add(of),
-            Op::Sum { of } | Op::Product { of, .. } => {
-                self.add_numbers(17, view.shape().extents());
-                for of in of {
-                    self.add(of);
-                }
-            }
+            Op::Cast { .. } | Op::Multiply { .. } | Op::Add { .. } | Op::Exp { .. } => {}
+            Op::Sum { .. } | Op::Product { .. } => self.add_numbers(17, view.shape().extents()),
         }
+        view.op().operands().iter().for_each(|of| self.add(of));
     }
 }
