@@ -137,13 +137,10 @@ pub(super) fn drafts(
     }
     let mut fused = Vec::new();
     for (module, layer) in layers {
-        match whole(&module, &layer) {
-            Ok(parts) => {
-                for (name, parts) in parts {
-                    let view = stacked(&name, &parts, &view);
-                    fused.push(name.clone());
-                    made.push((name, view));
-                }
+        match fused_of(&module, &layer, &view) {
+            Ok(tensors) => {
+                fused.extend(tensors.iter().map(|(name, _)| name.clone()));
+                made.extend(tensors);
             }
             Err(problem) => problems.push(problem),
         }
@@ -203,11 +200,11 @@ fn in_order(checkpoint: &Checkpoint, mut ids: Vec<TensorId>) -> Result<Vec<Tenso
     }
 }
 
-/// A fused tensor: its name, and for each expert the matrices one after the other.
-type Fused = (String, Vec<Vec<TensorId>>);
+/// The view of a tensor that is shown under a name.
+type ViewOf<'a> = dyn Fn(TensorId, &str) -> Result<View, Problem> + 'a;
 
-/// The fused tensors of a layer.
-fn whole(module: &str, layer: &Layer) -> Result<Vec<Fused>, Problem> {
+/// The fused tensors of a layer: the matrices of each expert one after the other on axis 0, and the experts on a new axis 0.
+fn fused_of(module: &str, layer: &Layer, view: &ViewOf<'_>) -> Result<[(String, Result<View, Problem>); 2], Problem> {
     let numbers: Vec<u64> = layer.keys().copied().collect();
     let count = numbers.len() as u64;
     if !numbers.iter().copied().eq(0..count) {
@@ -224,25 +221,17 @@ fn whole(module: &str, layer: &Layer) -> Result<Vec<Fused>, Problem> {
         let found = format!("{gates} matrices gate, {ups} up and {downs} down of {all} experts: expected one of each");
         return Err(unknown(&name, &found));
     }
-    let of = |places: &[usize]| -> Vec<Vec<TensorId>> {
-        layer.values().map(|expert| places.iter().filter_map(|place| expert[*place]).collect()).collect()
+    let stacked = |name: &str, places: &[usize]| {
+        let named = |error: ViewError| Problem::View { name: name.to_owned(), error };
+        let one = |expert: &[Option<TensorId>; 3]| {
+            let parts = places.iter().filter_map(|place| expert[*place]).map(|id| view(id, name));
+            View::concat(0, &parts.collect::<Result<Vec<_>, _>>()?).map_err(named)
+        };
+        View::stack(0, &layer.values().map(one).collect::<Result<Vec<_>, Problem>>()?).map_err(named)
     };
-    let first = if gates == 0 { ("up_proj", of(&[1])) } else { ("gate_up_proj", of(&[0, 1])) };
-    let named = |(word, parts): (&str, Vec<Vec<TensorId>>)| (format!("{module}.experts.{word}"), parts);
-    Ok(vec![named(first), named(("down_proj", of(&[2])))])
-}
-
-/// The matrices of each expert one after the other on axis 0, and the experts on a new axis 0.
-fn stacked(
-    name: &str,
-    experts: &[Vec<TensorId>],
-    view: &dyn Fn(TensorId, &str) -> Result<View, Problem>,
-) -> Result<View, Problem> {
-    let named = |error: ViewError| Problem::View { name: name.to_owned(), error };
-    let one = |parts: &Vec<TensorId>| {
-        let parts = parts.iter().map(|id| view(*id, name)).collect::<Result<Vec<_>, _>>()?;
-        if let [part] = parts.as_slice() { Ok(part.clone()) } else { View::concat(0, &parts).map_err(named) }
-    };
-    let experts = experts.iter().map(one).collect::<Result<Vec<_>, Problem>>()?;
-    View::stack(0, &experts).map_err(named)
+    let first = if gates == 0 { "up_proj" } else { "gate_up_proj" };
+    Ok([(first, &[0, 1][..]), ("down_proj", &[2])].map(|(word, places)| {
+        let name = format!("{module}.experts.{word}");
+        (name.clone(), stacked(&name, places))
+    }))
 }
