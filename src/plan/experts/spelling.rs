@@ -79,29 +79,14 @@ impl<'a> ExpertName<'a> {
         };
         let (first, after_first) = split(rest);
         let (second, after_second) = split(after_first.strip_prefix('.').unwrap_or(""));
-        let whole = Self {
-            before,
-            expert: None,
-            projection: Projection::Gate,
-            word: first,
-            after: after_first,
-            number_last: false,
+        let (expert, word, after, number_last) = match (number(first), number(second)) {
+            (Some(expert), _) => (Some(expert), second, after_second, false),
+            (None, Some(expert)) if projection(first).is_some() => (Some(expert), first, after_second, true),
+            _ if projection(first).is_some() => (None, first, after_first, false),
+            // vLLM's modules: `w13_weight`.
+            _ => (None, first.strip_suffix(WEIGHT).filter(|_| after_first.is_empty())?, "", false),
         };
-        if let Some(expert) = number(first) {
-            let projection = projection(second)?;
-            return Some(Self { expert: Some(expert), projection, word: second, after: after_second, ..whole });
-        }
-        if let Some(projection) = projection(first) {
-            return Some(match number(second) {
-                Some(expert) => {
-                    Self { expert: Some(expert), projection, after: after_second, number_last: true, ..whole }
-                }
-                None => Self { projection, ..whole },
-            });
-        }
-        // vLLM's modules: `w13_weight`.
-        let word = first.strip_suffix(WEIGHT).filter(|_| after_first.is_empty())?;
-        Some(Self { projection: projection(word)?, word, ..whole })
+        Some(Self { before, expert, projection: projection(word)?, word, after, number_last })
     }
 
     /// Whether this is the matrix itself and not its bias, scale or shape.

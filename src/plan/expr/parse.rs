@@ -137,7 +137,7 @@ impl<'a> Parser<'a> {
             return if self.take(")") { Ok(inner) } else { Err(self.expected("a closing parenthesis")) };
         }
         if self.take("[") {
-            return self.list();
+            return self.list_to("]", "a comma or a closing bracket", Self::entry).map(ExprNode::List);
         }
         for quote in ["'", "\""] {
             if self.take(quote) {
@@ -174,13 +174,7 @@ impl<'a> Parser<'a> {
         }
         let function = FUNCTIONS.iter().find(|(name, ..)| *name == word);
         let function = function.ok_or_else(|| SyntaxError::Function(word.to_owned()))?;
-        let mut arguments = Vec::new();
-        while !self.take(")") {
-            if !arguments.is_empty() && !self.take(",") {
-                return Err(self.expected("a comma or a closing parenthesis"));
-            }
-            arguments.push(self.expression()?);
-        }
+        let arguments = self.list_to(")", "a comma or a closing parenthesis", Self::expression)?;
         let (name, least, most, _) = function;
         if !(least..=most).contains(&&arguments.len()) {
             let expected = if least == most { least.to_string() } else { format!("{least} to {most}") };
@@ -189,18 +183,26 @@ impl<'a> Parser<'a> {
         Ok(ExprNode::Call(function, arguments))
     }
 
-    /// Numbers and ranges up to a closing bracket.
-    fn list(&mut self) -> Result<ExprNode, SyntaxError> {
-        let mut numbers = Vec::new();
-        while !self.take("]") {
-            if !numbers.is_empty() && !self.take(",") {
-                return Err(self.expected("a comma or a closing bracket"));
+    /// What stands between commas up to a closing token.
+    fn list_to<T>(
+        &mut self,
+        closing: &str,
+        expected: &'static str,
+        item: impl Fn(&mut Self) -> Result<T, SyntaxError>,
+    ) -> Result<Vec<T>, SyntaxError> {
+        let mut all = Vec::new();
+        while !self.take(closing) {
+            if !all.is_empty() && !self.take(",") {
+                return Err(self.expected(expected));
             }
-            let first = self.expression()?;
-            let end = if self.take("..") { Some(self.expression()?) } else { None };
-            numbers.push((first, end));
+            all.push(item(self)?);
         }
-        Ok(ExprNode::List(numbers))
+        Ok(all)
+    }
+
+    /// A number, or a range.
+    fn entry(&mut self) -> Result<(ExprNode, Option<ExprNode>), SyntaxError> {
+        Ok((self.expression()?, if self.take("..") { Some(self.expression()?) } else { None }))
     }
 
     /// Names after dots.

@@ -43,8 +43,8 @@ impl NameCheck<'_> {
         }
     }
 
-    fn expr(&mut self, expr: &AtLine<Expr>, locals: &[&str]) {
-        self.check(expr.at, locals, &expr.it.names);
+    fn exprs<'e>(&mut self, exprs: impl IntoIterator<Item = &'e AtLine<Expr>>, locals: &[&str]) {
+        exprs.into_iter().for_each(|expr| self.check(expr.at, locals, &expr.it.names));
     }
 
     fn range(&mut self, range: &AtLine<(Expr, Expr)>, locals: &[&str]) {
@@ -55,19 +55,15 @@ impl NameCheck<'_> {
     /// Parameters, variables, checks and ignored names.
     fn definitions(&mut self) {
         let file = self.file;
-        for definition in file.params.values().chain(file.vars.values()).chain(file.inverse.values()) {
-            self.expr(definition, &[]);
-        }
+        self.exprs(file.params.values().chain(file.vars.values()).chain(file.inverse.values()), &[]);
         for check in &file.check {
-            self.expr(&check.that, &[]);
+            self.exprs([&check.that], &[]);
             self.check(check.say.at, &[], &check.say.it.names);
         }
         for ignore in &file.ignore {
             let locals: Vec<&str> = variables(&ignore.each).collect();
             self.check(ignore.names.at, &locals, &ignore.names.it.names);
-            if let Some(when) = &ignore.when {
-                self.expr(when, &locals);
-            }
+            self.exprs(&ignore.when, &locals);
         }
     }
 
@@ -87,7 +83,7 @@ impl NameCheck<'_> {
     fn leaf(&mut self, place: &Placement, leaf: &LeafRule) {
         let mut each: Vec<&str> = variables(&place.each).chain(variables(&leaf.each)).collect();
         for (name, binding) in &place.bindings {
-            self.expr(binding, &each);
+            self.exprs([binding], &each);
             each.push(name);
         }
         for (_, over) in place.each.iter().chain(&leaf.each) {
@@ -96,9 +92,7 @@ impl NameCheck<'_> {
         for template in place.to.iter().chain([&leaf.to]) {
             self.check(template.at, &each, &template.it.names);
         }
-        for expr in place.when.iter().chain(&leaf.when).chain(&place.stage).chain(&leaf.stage) {
-            self.expr(expr, &each);
-        }
+        self.exprs(place.when.iter().chain(&leaf.when).chain(&place.stage).chain(&leaf.stage), &each);
         let inner = self.stacks(leaf.stack.iter().chain(&place.stack), &each);
         if let Some(template) = &place.from {
             self.check(template.at, &inner, &template.it.names);
@@ -112,13 +106,9 @@ impl NameCheck<'_> {
             self.check(leaf.from.at, &inner, &from.names);
         }
         let sources: Vec<&str> = inner.iter().copied().chain(leaf.from.named.iter().map(|(name, _)| &**name)).collect();
-        if let Some(view) = &leaf.view {
-            self.expr(view, &sources);
-        }
+        self.exprs(&leaf.view, &sources);
         let stacked: Vec<&str> = each.iter().copied().chain(["x"]).collect();
-        if let Some(view) = &leaf.after_stack {
-            self.expr(view, &stacked);
-        }
+        self.exprs(&leaf.after_stack, &stacked);
     }
 
     /// Checks stacks, the outermost first; returns the names inside them.
@@ -129,9 +119,7 @@ impl NameCheck<'_> {
             if let Some(over) = &stack.over {
                 self.range(over, &inner);
             }
-            if let Some(axis) = &stack.axis {
-                self.expr(axis, &axis_names);
-            }
+            self.exprs(&stack.axis, &axis_names);
             inner.push(&stack.var.it);
         }
         inner

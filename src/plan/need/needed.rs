@@ -1,6 +1,6 @@
 //! The source bytes that the listed devices of a plan read: what a host must have before its trainer can start.
 
-use std::{collections::BTreeSet, ops::Range};
+use std::ops::Range;
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::{ByteSpan, FileId};
@@ -78,10 +78,8 @@ type Ranges = SmallVec<[Range<u64>; 4]>;
 /// parts, and a view of very many experts is then lowered once and not for each device. Empty ones are left out.
 fn joined(shape: &Shape, regions: impl Iterator<Item = Region>) -> Vec<Ranges> {
     let held = regions.filter(|region| !region.shape().is_empty());
-    let distinct: BTreeSet<SmallVec<[(u64, u64); 4]>> =
-        held.map(|region| region.ranges().map(|range| (range.start, range.end)).collect()).collect();
-    let mut boxes: Vec<Ranges> =
-        distinct.into_iter().map(|ranges| ranges.into_iter().map(|(start, end)| start..end).collect()).collect();
+    let mut boxes: Vec<Ranges> = held.map(|region| region.ranges().collect()).collect();
+    boxes.dedup();
     loop {
         let before = boxes.len();
         (0..shape.rank()).for_each(|axis| join_along(&mut boxes, axis));
@@ -158,6 +156,8 @@ fn of_piece(tiling: &Tiling, piece: &Piece) -> Vec<(TensorId, ByteRuns)> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     /// The elements of regions of a shape with two axes.

@@ -193,17 +193,10 @@ impl Walk {
         self.expression.read(view);
         let next = number(self.leaves.len());
         let leaf = *self.leaves.entry_ref(&self.expression.words[..]).or_insert(next);
-        let key = (leaf, holding, place);
-        let at = self.number_of.get(&key).copied().unwrap_or_else(|| {
-            self.leaf_reads.push(reads_of_leaf(
-                view,
-                &key.2,
-                &self.holdings[holding as usize],
-                &self.expression.sources,
-            ));
-            let at = number(self.leaf_reads.len() - 1);
-            self.number_of.insert(key, at);
-            at
+        let at = *self.number_of.entry((leaf, holding, place)).or_insert_with_key(|(_, _, place)| {
+            let (holding, sources) = (&self.holdings[holding as usize], &self.expression.sources);
+            self.leaf_reads.push(reads_of_leaf(view, place, holding, sources));
+            number(self.leaf_reads.len() - 1)
         });
         let of_source = |(source, ordinal): (&TensorId, &u32)| Reading { source: *source, of: (at, *ordinal), group };
         self.readings.extend(self.expression.sources.iter().map(of_source));
@@ -280,12 +273,8 @@ impl Uses {
     fn by_class(&self, leaf_reads: &[LeafReads]) -> Vec<Reads> {
         let mut known: HashMap<SmallVec<[u32; 1]>, Reads> = HashMap::new();
         let mut of_parts = |parts: SmallVec<[u32; 1]>| {
-            if let Some(reads) = known.get(&parts) {
-                return *reads;
-            }
-            let found = reads(self.runs(leaf_reads, &parts).cloned().collect(), &self.place, page_bytes());
-            known.insert(parts, found);
-            found
+            let of = |parts: &SmallVec<[u32; 1]>| self.runs(leaf_reads, parts).cloned().collect();
+            *known.entry(parts).or_insert_with_key(|parts| reads(of(parts), &self.place, page_bytes()))
         };
         self.parts(leaf_reads).map(&mut of_parts).collect()
     }

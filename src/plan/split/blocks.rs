@@ -132,8 +132,14 @@ fn last(stem: &str) -> &str {
 }
 
 impl Layer {
-    fn rank(&self, stem: &str) -> Option<usize> {
-        self.modules.get(stem).map(|info| info.shape.len())
+    /// The modules whose weight is a matrix, or several.
+    fn matrices(&self) -> impl Iterator<Item = &String> {
+        self.modules.iter().filter(|(_, info)| info.shape.len() > 1).map(|(stem, _)| stem)
+    }
+
+    /// Whether a module is a matrix that no other block covers.
+    fn is_free(&self, stem: &str, covered: &HashSet<String>) -> bool {
+        self.modules.get(stem).is_some_and(|info| info.shape.len() == 2) && !covered.contains(stem)
     }
 
     /// The block of a plan, if the layer has any of its modules.
@@ -188,14 +194,11 @@ impl Layer {
     /// Whether a plan's block is not that of this layer: each module that it has here can be cut alone, others are missing, and
     /// matrices that the plan does not name are beside them. A tower without a plan has such layers.
     fn is_of_another(&self, found: &Found, named: &HashSet<String>) -> bool {
-        let is_beside = |(stem, info): (&String, &Info)| {
-            let is_matrix = info.shape.len() > 1 && parent(stem) == found.root;
-            is_matrix && !named.contains(stem) && !is_whole(last(stem))
-        };
+        let is_beside = |stem: &String| parent(stem) == found.root && !named.contains(stem) && !is_whole(last(stem));
         found.whole.is_none()
             && found.members.iter().all(|(_, side, _)| *side == Side::Alone)
             && named.iter().any(|stem| !self.modules.contains_key(stem))
-            && self.modules.iter().any(is_beside)
+            && self.matrices().any(is_beside)
     }
 
     /// The block of a form whose output is this module.
@@ -206,14 +209,13 @@ impl Layer {
         covered: &HashSet<String>,
         shows_parts: &dyn Fn(&str) -> bool,
     ) -> Option<Found> {
-        let is_matrix = |stem: &String| self.rank(stem) == Some(2) && !covered.contains(stem);
         let root_of = |name: &String| {
             let root = output.strip_suffix(name.as_str())?;
             if root.is_empty() { Some("") } else { root.strip_suffix('.') }
         };
         form.outputs.iter().filter_map(root_of).find_map(|root| {
             let inputs: Vec<String> = form.inputs.iter().chain(&form.fused).map(|name| join(root, name)).collect();
-            if !inputs.iter().all(is_matrix) || !is_matrix(&output.to_owned()) {
+            if !inputs.iter().map(String::as_str).chain([output]).all(|stem| self.is_free(stem, covered)) {
                 return None;
             }
             let in_one = form.fused.iter().find(|name| !shows_parts(&join(root, name)));
@@ -221,9 +223,7 @@ impl Layer {
             let sides: Vec<_> = sides.chain([(output.to_owned(), Side::Row)]).collect();
             let within: BTreeSet<&str> =
                 sides.iter().map(|(stem, _)| parent(stem)).filter(|parent| !parent.is_empty()).collect();
-            let others =
-                self.modules.iter().filter(|(stem, info)| info.shape.len() > 1 && within.contains(parent(stem)));
-            let unknown = others.map(|(stem, _)| stem).find(|stem| {
+            let unknown = self.matrices().filter(|stem| within.contains(parent(stem))).find(|stem| {
                 !sides.iter().any(|(member, _)| member == *stem) && !form.whole.iter().any(|name| name == last(stem))
             });
             let mut whole = in_one.map(|name| fused(name));
@@ -247,8 +247,8 @@ impl Layer {
             None => false,
         };
         let is_member = |stem: &str| found.members.iter().any(|(member, ..)| member == stem);
-        let mut others = self.modules.iter().filter(|(stem, info)| info.shape.len() > 1 && within(stem));
-        !missing.is_empty() && others.all(|(stem, _)| is_member(stem) || is_whole(last(stem)))
+        let mut others = self.matrices().filter(|stem| within(stem));
+        !missing.is_empty() && others.all(|stem| is_member(stem) || is_whole(last(stem)))
     }
 
     /// The block of a form of which only some modules are in the checkpoint, one of them this.
@@ -258,10 +258,9 @@ impl Layer {
         };
         let (name, _) = names().find(|(name, _)| last(stem) == name.as_str())?;
         let root = parent(stem).to_owned();
-        let is_matrix = |stem: &String| self.rank(stem) == Some(2) && !covered.contains(stem);
         let (there, missing): (Vec<_>, Vec<_>) =
-            names().map(|(name, side)| (join(&root, name), side)).partition(|(stem, _)| is_matrix(stem));
-        if root.is_empty() || !is_matrix(&join(&root, name)) {
+            names().map(|(name, side)| (join(&root, name), side)).partition(|(stem, _)| self.is_free(stem, covered));
+        if root.is_empty() || !self.is_free(&join(&root, name), covered) {
             return None;
         }
         let members = there.into_iter().map(|(stem, side)| (stem, side, usize::from(side == Side::Row))).collect();
@@ -284,7 +283,7 @@ impl Layer {
     }
 
     /// The blocks of this layer, and the matrices of its modules that belong to none.
-    fn blocks(&self, prefix: &str, plans: &[ModelPlan], sayings: Sayings<'_>) -> (Vec<Found>, Vec<String>) {
+    fn blocks(&self, prefix: &str, plans: &[&ModelPlan], sayings: Sayings<'_>) -> (Vec<Found>, Vec<String>) {
         let mut blocks: Vec<Found> = Vec::new();
         let mut covered: HashSet<String> = HashSet::new();
         let mut roots: BTreeSet<String> = BTreeSet::new();
@@ -301,10 +300,8 @@ impl Layer {
             // What stands beside the modules of a plan is whole in it.
             covered.extend(self.modules.keys().filter(|stem| roots.contains(parent(stem))).cloned());
         }
-        let shows_parts = |stem: &str| {
-            let shape = self.modules.get(stem).map_or(&[][..], |info| &info.shape);
-            sayings.parts && (sayings.role)(prefix, stem, shape).is_some_and(|role| !role.split.is_empty())
-        };
+        let role = |stem: &str| (sayings.role)(prefix, stem, &self.modules[stem].shape);
+        let shows_parts = |stem: &str| sayings.parts && role(stem).is_some_and(|role| !role.split.is_empty());
         for form in &Generic::get().blocks {
             for output in self.modules.keys() {
                 let Some(found) = self.formed(form, output, &covered, &shows_parts) else { continue };
@@ -325,11 +322,9 @@ impl Layer {
         }
         self.add_roles(prefix, &mut blocks, &mut covered, sayings);
         // Routers and the like are whole by their nature, and so is what the family's table knows.
-        let is_told =
-            |stem: &str, info: &Info| is_whole(last(stem)) || (sayings.role)(prefix, stem, &info.shape).is_some();
-        let unknown = self.modules.iter().filter(|(stem, info)| info.shape.len() > 1 && !covered.contains(*stem));
-        let unknown = unknown.filter(|(stem, info)| !is_told(stem, info));
-        (blocks, unknown.map(|(stem, _)| stem.clone()).collect())
+        let is_told = |stem: &str| is_whole(last(stem)) || role(stem).is_some();
+        let unknown = self.matrices().filter(|stem| !covered.contains(*stem) && !is_told(stem));
+        (blocks, unknown.cloned().collect())
     }
 
     /// Adds the modules whose axis the family's table says.
@@ -519,7 +514,7 @@ mod tests {
             "#,
         )
         .unwrap();
-        let plans = ModelPlans { text: vec![plan], ..ModelPlans::default() };
+        let plans = ModelPlans { text: vec![Box::leak(Box::new(plan))], ..ModelPlans::default() };
         let rows = [
             ("self_attn.qkv_proj 12x4, self_attn.o_proj 4x4", "0 1"),
             // The encoder of another kind of input, whose attention the plan does not name.

@@ -1,10 +1,12 @@
 //! How transformers splits the modules of its models, as data: `library/tensor_parallel.toml`, which a script makes from
 //! transformers itself.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::LazyLock};
 
 use ckfs_checkpoint::Checkpoint;
 use serde::Deserialize;
+
+use super::super::library::embedded_table;
 
 /// What transformers does with a module. The names are its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
@@ -53,14 +55,7 @@ struct PlanFile {
 }
 
 /// All plans.
-///
-/// # Panics
-/// If the embedded file is malformed, which a test excludes.
-fn plans() -> Vec<ModelPlan> {
-    let file: PlanFile =
-        toml::from_str(include_str!("../library/tensor_parallel.toml")).expect("the embedded plans are well-formed");
-    file.plan
-}
+static PLANS: LazyLock<PlanFile> = LazyLock::new(|| embedded_table(include_str!("../library/tensor_parallel.toml")));
 
 impl ModelPlan {
     /// The blocks of a layer, by the module that holds them.
@@ -84,20 +79,16 @@ impl ModelPlan {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ModelPlans {
     /// The plans of the text model's type and of the whole model's.
-    pub(crate) text: Vec<ModelPlan>,
+    pub(crate) text: Vec<&'static ModelPlan>,
     /// Those of the other members of `config.json` that have a model type.
-    pub(crate) towers: Vec<ModelPlan>,
+    pub(crate) towers: Vec<&'static ModelPlan>,
 }
 
 impl ModelPlans {
     /// The plans for the model types in `config.json`.
     pub(crate) fn of(checkpoint: &Checkpoint) -> Self {
         let dialect = checkpoint.dialect();
-        let all = plans();
-        let find = |model_type: &str| {
-            let plan = all.iter().find(|plan| plan.model_types.iter().any(|known| known == model_type));
-            plan.cloned()
-        };
+        let find = |of: &str| PLANS.plan.iter().find(|plan| plan.model_types.iter().any(|known| known == of));
         let text = dialect.text_model_type.iter().chain(&dialect.model_type);
         let members = checkpoint.config().and_then(serde_json::Value::as_object).into_iter().flatten();
         let towers = members.filter(|(key, _)| dialect.text_config.as_deref() != Some(key.as_str()));
@@ -116,7 +107,7 @@ mod tests {
     #[test]
     fn each_model_type_has_one_plan_and_each_block_is_closed() {
         let mut seen = Vec::new();
-        for plan in plans() {
+        for plan in &PLANS.plan {
             for model_type in &plan.model_types {
                 assert!(!seen.contains(model_type), "{model_type} is there twice");
                 seen.push(model_type.clone());
@@ -134,7 +125,7 @@ mod tests {
 
     #[test]
     fn modules_outside_the_layers_are_found_under_any_prefix() {
-        let plan = plans().into_iter().find(|plan| plan.model_types.iter().any(|name| name == "gpt_neox")).unwrap();
+        let plan = PLANS.plan.iter().find(|plan| plan.model_types.iter().any(|name| name == "gpt_neox")).unwrap();
         assert_eq!(plan.top("gpt_neox.embed_in"), Some(Style::EmbeddingRowwise));
         assert_eq!(plan.top("embed_in"), Some(Style::EmbeddingRowwise));
         assert_eq!(plan.top("my_embed_in"), None);
