@@ -21,7 +21,7 @@ use super::{
     draft::{Bundled, Draft, Roles},
     experts::{
         self,
-        orientation::{Order, Orientation, ShapeHint},
+        orientation::{Order, Orientation},
     },
     family::{Family, Generic, Role},
     member, names,
@@ -380,8 +380,7 @@ impl<'c> Namer<'c> {
         if member::config_number(self.checkpoint, "hidden_size").is_none() {
             return Some(role);
         }
-        let shown = experts::shown(self.checkpoint, name, shape).unwrap_or(ShapeHint::Neither);
-        let order = self.orientation.as_loaded(shown)?;
+        let order = self.orientation.as_loaded(experts::orders(self.checkpoint, name, shape))?;
         Some(if order == own { role } else { role.turned() })
     }
 

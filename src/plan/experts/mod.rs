@@ -23,7 +23,7 @@ use rayon::prelude::*;
 
 use self::{
     models::ModelNames,
-    orientation::{Order, Orientation, ShapeHint},
+    orientation::{Order, Orientation, fitting},
     spelling::{ExpertName, Projection},
 };
 use super::{
@@ -39,7 +39,7 @@ pub(super) fn orientation(checkpoint: &Checkpoint, told: Option<Order>) -> Orien
     let hidden = hidden(checkpoint);
     let mut orientation = Orientation::new(told);
     for (info, name) in fused(checkpoint) {
-        orientation.see(info.name, orientation::shown(name.projection, info.shape, hidden));
+        orientation.see(info.name, fitting(name.projection, info.shape, hidden));
     }
     orientation
 }
@@ -94,16 +94,16 @@ pub(super) fn is_fused(name: &str) -> bool {
 pub(super) fn doubts(checkpoint: &Checkpoint, told: Option<Order>) -> Vec<String> {
     let (orientation, hidden) = (orientation(checkpoint, told), hidden(checkpoint));
     let doubt = |(info, name): &(TensorInfo<'_>, ExpertName<'_>)| {
-        let shown = orientation::shown(name.projection, info.shape, hidden);
-        orientation.order((info.name, info.shape), shown, true).err()
+        let orders = fitting(name.projection, info.shape, hidden);
+        orientation.order((info.name, info.shape), orders, true).err()
     };
     fused(checkpoint).iter().find_map(doubt).into_iter().collect()
 }
 
-/// What a tensor of fused experts shows. None for another tensor.
-pub(super) fn shown(checkpoint: &Checkpoint, name: &str, shape: &[u64]) -> Option<ShapeHint> {
-    let parsed = ExpertName::parse(name).filter(|name| name.expert.is_none())?;
-    Some(orientation::shown(parsed.projection, shape, hidden(checkpoint)))
+/// The orders that a tensor of fused experts may have; none for another tensor.
+pub(super) fn orders(checkpoint: &Checkpoint, name: &str, shape: &[u64]) -> &'static [Order] {
+    let fused = ExpertName::parse(name).filter(|name| name.expert.is_none());
+    fused.map_or(&[], |name| fitting(name.projection, shape, hidden(checkpoint)))
 }
 
 fn hidden(checkpoint: &Checkpoint) -> Option<u64> {
@@ -197,43 +197,29 @@ impl Form<'_> {
         if !name.is_matrix() || !is_plain {
             return Ok(Vec::new());
         }
-        // One expert's gate and up together: rows of the gate, then of up.
-        if let Some(expert) = name.expert {
-            let halves = halves(info.shape, 0).unwrap_or_default();
-            return Ok(self.named(id, name, info, expert, &halves, ExpertPart::default()));
-        }
-        let shown = orientation::shown(name.projection, info.shape, self.hidden);
-        let order = self.orientation.order((info.name, info.shape), shown, !model.either_way);
-        let file = || self.checkpoint.source().path(self.checkpoint.file_of(id)).display().to_string();
-        let order = order.map_err(|reason| Problem::File { file: file(), reason })?;
-        let Some(order) = order else { return Ok(Vec::new()) };
-        let outputs = match order {
-            Order::OutIn => 0,
-            Order::InOut => 1,
+        let (order, inner) = if name.expert.is_some() {
+            // One expert's gate and up together: rows of the gate, then of up.
+            (Order::OutIn, info.shape)
+        } else {
+            let orders = fitting(name.projection, info.shape, self.hidden);
+            let order = self.orientation.order((info.name, info.shape), orders, !model.either_way);
+            let file = || self.checkpoint.source().path(self.checkpoint.file_of(id)).display().to_string();
+            let order = order.map_err(|reason| Problem::File { file: file(), reason })?;
+            let Some(order) = order else { return Ok(Vec::new()) };
+            (order, &info.shape[1..])
         };
+        let turned = order == Order::InOut;
         let ranges = match name.projection {
-            Projection::GateUp => halves(&info.shape[1..], outputs).unwrap_or_default(),
+            Projection::GateUp => halves(inner, usize::from(turned)).unwrap_or_default(),
             Projection::Gate | Projection::Up | Projection::Down => vec![(name.projection, None)],
         };
-        let experts = 0..info.shape[0];
-        let part = |expert| ExpertPart { expert: Some(expert), range: None, turned: order == Order::InOut };
-        Ok(experts.flat_map(|expert| self.named(id, name, info, expert, &ranges, part(expert))).collect())
-    }
-
-    fn named(
-        &self,
-        id: TensorId,
-        name: &ExpertName<'_>,
-        info: &TensorInfo<'_>,
-        expert: u64,
-        ranges: &[Half],
-        part: ExpertPart,
-    ) -> Vec<Composed> {
-        let made = |(projection, range): &Half| {
-            let new = self.single(name, expert, *projection);
-            Composed::part(new, (id, info.dtype, info.shape), ExpertPart { range: *range, ..part })
+        let part = |number: u64, (projection, range): &Half| {
+            let expert = Some(number).filter(|_| name.expert.is_none());
+            let new = self.single(name, number, *projection);
+            Composed::part(new, (id, info.dtype, info.shape), ExpertPart { expert, range: *range, turned })
         };
-        ranges.iter().filter_map(made).collect()
+        let experts = name.expert.map_or(0..info.shape[0], |expert| expert..expert + 1);
+        Ok(experts.flat_map(|number| ranges.iter().filter_map(move |half| part(number, half))).collect())
     }
 }
 

@@ -33,30 +33,21 @@ impl Order {
     }
 }
 
-/// What a shape shows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ShapeHint {
-    Order(Order),
-    /// It is square.
-    Either,
-    /// Neither axis is the hidden one.
-    Neither,
-}
-
-/// What the last two extents of fused experts show, where the model has `hidden` elements on its hidden axis.
-pub(super) fn shown(projection: Projection, shape: &[u64], hidden: Option<u64>) -> ShapeHint {
-    let &[_, before_last, last] = shape else { return ShapeHint::Neither };
+/// The orders that the last two extents of fused experts may have, where the model has `hidden` elements on its hidden axis: both if
+/// they are square, none if neither axis is the hidden one.
+pub(super) fn fitting(projection: Projection, shape: &[u64], hidden: Option<u64>) -> &'static [Order] {
+    let &[_, before_last, last] = shape else { return &[] };
     // Without a configuration, the order is that of all other matrices.
-    let Some(hidden) = hidden else { return ShapeHint::Order(Order::OutIn) };
+    let Some(hidden) = hidden else { return &[Order::OutIn] };
     let (inputs_last, inputs_first) = match projection {
         Projection::Gate | Projection::Up | Projection::GateUp => (last == hidden, before_last == hidden),
         Projection::Down => (before_last == hidden, last == hidden),
     };
     match (inputs_last, inputs_first) {
-        (true, true) => ShapeHint::Either,
-        (true, false) => ShapeHint::Order(Order::OutIn),
-        (false, true) => ShapeHint::Order(Order::InOut),
-        (false, false) => ShapeHint::Neither,
+        (true, true) => &[Order::OutIn, Order::InOut],
+        (true, false) => &[Order::OutIn],
+        (false, true) => &[Order::InOut],
+        (false, false) => &[],
     }
 }
 
@@ -75,17 +66,14 @@ impl Orientation {
         Self { told, ..Self::default() }
     }
 
-    /// Notes what a tensor shows.
-    pub(super) fn see(&mut self, name: &str, shown: ShapeHint) {
-        let place = match shown {
-            ShapeHint::Order(Order::OutIn) => &mut self.out_in,
-            ShapeHint::Order(Order::InOut) => &mut self.in_out,
-            ShapeHint::Either | ShapeHint::Neither => return,
-        };
+    /// Notes a tensor that fits these orders.
+    pub(super) fn see(&mut self, name: &str, fitting: &[Order]) {
+        let [order] = fitting else { return };
+        let place = if *order == Order::OutIn { &mut self.out_in } else { &mut self.in_out };
         place.get_or_insert_with(|| name.to_owned());
     }
 
-    /// The order of a tensor that shows this. None: it is not of the model's shape. A square tensor has the order of the other
+    /// The order of a tensor that fits these. None: it is not of the model's shape. A square tensor has the order of the other
     /// tensors. `is_fixed` tells whether the model's own code reads all of one order.
     ///
     /// # Errors
@@ -93,14 +81,13 @@ impl Orientation {
     pub(super) fn order(
         &self,
         (name, shape): (&str, &[u64]),
-        shown: ShapeHint,
+        fitting: &[Order],
         is_fixed: bool,
     ) -> Result<Option<Order>, String> {
-        match (shown, self.told) {
-            (ShapeHint::Neither, _) => Ok(None),
-            (ShapeHint::Order(order), _) => Ok(Some(order)),
-            (ShapeHint::Either, Some(told)) => Ok(Some(told)),
-            (ShapeHint::Either, None) => {
+        match (fitting, self.told) {
+            ([] | [_], _) => Ok(fitting.first().copied()),
+            (_, Some(told)) => Ok(Some(told)),
+            (_, None) => {
                 let why = match (&self.out_in, &self.in_out) {
                     (Some(_), None) => return Ok(Some(Order::OutIn)),
                     (None, None) if is_fixed => return Ok(Some(Order::OutIn)),
@@ -118,13 +105,9 @@ impl Orientation {
         }
     }
 
-    /// The order in which transformers reads a tensor that shows this: a square one as it is.
-    pub(crate) fn as_loaded(&self, shown: ShapeHint) -> Option<Order> {
-        match shown {
-            ShapeHint::Neither => None,
-            ShapeHint::Order(order) => Some(order),
-            ShapeHint::Either => Some(self.told.unwrap_or(Order::OutIn)),
-        }
+    /// The order in which transformers reads a tensor that fits these: a square one as it is.
+    pub(crate) fn as_loaded(&self, fitting: &[Order]) -> Option<Order> {
+        if let [_, _] = fitting { Some(self.told.unwrap_or(Order::OutIn)) } else { fitting.first().copied() }
     }
 }
 
@@ -132,25 +115,26 @@ impl Orientation {
 mod tests {
     use super::*;
 
+    const BOTH: &[Order] = &[Order::OutIn, Order::InOut];
+
     #[test]
     fn a_square_tensor_has_the_order_of_the_others_or_is_ambiguous() {
         let (gate_up, down) = (Projection::GateUp, Projection::Down);
-        assert_eq!(shown(gate_up, &[4, 48, 32], Some(32)), ShapeHint::Order(Order::OutIn));
-        assert_eq!(shown(gate_up, &[4, 32, 48], Some(32)), ShapeHint::Order(Order::InOut));
-        assert_eq!(shown(down, &[4, 32, 24], Some(32)), ShapeHint::Order(Order::OutIn));
-        assert_eq!(shown(down, &[4, 24, 32], Some(32)), ShapeHint::Order(Order::InOut));
-        assert_eq!(shown(down, &[4, 32, 32], Some(32)), ShapeHint::Either);
-        assert_eq!(shown(down, &[4, 24, 48], Some(32)), ShapeHint::Neither);
-        assert_eq!(shown(down, &[24, 48], Some(32)), ShapeHint::Neither);
+        assert_eq!(fitting(gate_up, &[4, 48, 32], Some(32)), [Order::OutIn]);
+        assert_eq!(fitting(gate_up, &[4, 32, 48], Some(32)), [Order::InOut]);
+        assert_eq!(fitting(down, &[4, 32, 24], Some(32)), [Order::OutIn]);
+        assert_eq!(fitting(down, &[4, 24, 32], Some(32)), [Order::InOut]);
+        assert_eq!(fitting(down, &[4, 32, 32], Some(32)), BOTH);
+        assert_eq!(fitting(down, &[4, 24, 48], Some(32)), []);
+        assert_eq!(fitting(down, &[24, 48], Some(32)), []);
 
-        let order =
-            |orientation: &Orientation, is_fixed| orientation.order(("x", &[4, 32, 32]), ShapeHint::Either, is_fixed);
+        let order = |orientation: &Orientation, is_fixed| orientation.order(("x", &[4, 32, 32]), BOTH, is_fixed);
         let mut seen = Orientation::new(None);
         assert_eq!(order(&seen, true), Ok(Some(Order::OutIn)));
         assert!(order(&seen, false).unwrap_err().contains("--set experts_order=in_out decides"));
-        seen.see("a", ShapeHint::Order(Order::OutIn));
+        seen.see("a", &[Order::OutIn]);
         assert_eq!(order(&seen, false), Ok(Some(Order::OutIn)));
-        seen.see("b", ShapeHint::Order(Order::InOut));
+        seen.see("b", &[Order::InOut]);
         assert!(order(&seen, true).unwrap_err().contains("b is stored"));
         assert_eq!(order(&Orientation { told: Some(Order::InOut), ..seen }, true), Ok(Some(Order::InOut)));
     }
