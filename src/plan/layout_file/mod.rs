@@ -116,7 +116,7 @@ pub(super) type Span = (usize, usize);
 pub(super) struct Stack {
     pub var: AtLine<Arc<str>>,
     pub over: Option<AtLine<(Expr, Expr)>>,
-    #[serde(default, deserialize_with = "read::axis")]
+    #[serde(default, deserialize_with = "read::expression")]
     pub axis: Option<AtLine<Expr>>,
     /// The logical name of the axis, which may have `_` around it.
     #[serde(default)]
@@ -236,7 +236,7 @@ pub struct LayoutFile {
     pub(crate) name: String,
     #[serde(default, rename = "description")]
     _description: String,
-    #[serde(default, deserialize_with = "read::condition")]
+    #[serde(default, deserialize_with = "read::expression")]
     verified: Option<AtLine<Expr>>,
     /// Values of `model_type` in `config.json` to which it applies.
     #[serde(default)]

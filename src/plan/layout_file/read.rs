@@ -108,41 +108,23 @@ pub(super) fn shapes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected the number of an axis, or an expression")]
-enum RawAxis {
+#[serde(untagged, expecting = "expected an expression, a number, true or false")]
+enum RawExpression {
+    Bool(bool),
     Number(i64),
     Text(String),
 }
 
-pub(super) fn axis<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<AtLine<Expr>>, D::Error> {
-    expression(deserializer, |axis| match axis {
-        RawAxis::Number(number) => number.to_string(),
-        RawAxis::Text(text) => text,
-    })
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected true, false or a condition")]
-enum RawCondition {
-    Bool(bool),
-    Text(String),
-}
-
-pub(super) fn condition<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<AtLine<Expr>>, D::Error> {
-    expression(deserializer, |condition| match condition {
-        RawCondition::Bool(known) => known.to_string(),
-        RawCondition::Text(text) => text,
-    })
-}
-
-/// An expression, or what is written as one.
-fn expression<'de, D: Deserializer<'de>, Raw: Deserialize<'de>>(
-    deserializer: D,
-    text: fn(Raw) -> String,
-) -> Result<Option<AtLine<Expr>>, D::Error> {
-    let raw = Spanned::<Raw>::deserialize(deserializer)?;
+/// An expression, or a value that is one.
+pub(super) fn expression<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<AtLine<Expr>>, D::Error> {
+    let raw = Spanned::<RawExpression>::deserialize(deserializer)?;
     let at = span(&raw);
-    Ok(Some(AtLine { it: meaning(at, &text(raw.into_inner())), at }))
+    let text = match raw.into_inner() {
+        RawExpression::Bool(known) => known.to_string(),
+        RawExpression::Number(number) => number.to_string(),
+        RawExpression::Text(text) => text,
+    };
+    Ok(Some(AtLine { it: meaning(at, &text), at }))
 }
 
 #[derive(Debug, Deserialize)]

@@ -96,8 +96,8 @@ impl LayoutFile {
             values,
             allowed,
             used: vec![false; checkpoint.table().id_end()],
-            lost: Vec::new(),
-            misshapen: Vec::new(),
+            lost: BTreeMap::new(),
+            misshapen: BTreeMap::new(),
             problems,
             failed: BTreeSet::new(),
             made: Resolved::default(),
@@ -128,24 +128,16 @@ impl LayoutFile {
     }
 }
 
-/// A source that a rule names and the repository lacks.
-struct MissingSource {
-    source: String,
-    /// The leaf that needs the source.
-    target: String,
-    /// Line of the rule.
-    line: usize,
-    /// Whether the leaf is left out with the user's permission.
-    allowed: bool,
-}
-
 struct Resolver<'a> {
     scope: &'a Scope<'a>,
     values: &'a Values<'a>,
     allowed: Allowed,
     used: Vec<bool>,
-    lost: Vec<MissingSource>,
-    misshapen: Vec<Misshapen>,
+    /// Sources that rules name and the repository lacks, each with the leaf that needs it: by whether the leaf is left out with the user's
+    /// permission, the line of the rule, and the source with stars.
+    lost: BTreeMap<(bool, usize, String), Vec<(String, String)>>,
+    /// Sources of another shape than their rules say: by the line of the rule, and the expected and the found shape.
+    misshapen: BTreeMap<(usize, String, String), Vec<Misshapen>>,
     problems: Vec<Problem>,
     /// Expressions of leaves without a value, and the reasons.
     failed: BTreeSet<(Span, String)>,
@@ -285,7 +277,11 @@ impl<'a> Resolver<'a> {
     }
 
     fn finish(&mut self, mut making: LeafInProgress<'_>, view: Result<View, LeafFailure>) {
-        self.misshapen.append(&mut making.misshapen);
+        let line = |at: Span| line(&self.scope.file.text, at.0);
+        for misshapen in making.misshapen.drain(..) {
+            let key = (line(misshapen.at), misshapen.expected.clone(), misshapen.found.to_string());
+            self.misshapen.entry(key).or_default().push(misshapen);
+        }
         let LeafInProgress { leaf, name, missing, found, .. } = &making;
         // A leaf that fails has still used the sources that it found: the missing source is the reason, not these.
         for id in found {
@@ -296,11 +292,10 @@ impl<'a> Resolver<'a> {
                 return;
             }
             let allowed = missing.iter().all(|source| self.allowed.missing.accepts(source));
-            let lost = missing.iter().map(|source| {
-                let (source, target) = (source.clone(), name.clone());
-                MissingSource { source, target, line: line(&self.scope.file.text, leaf.from.at.0), allowed }
-            });
-            self.lost.extend(lost);
+            for source in missing {
+                let lost = self.lost.entry((allowed, line(leaf.from.at), stars(source))).or_default();
+                lost.push((source.clone(), name.clone()));
+            }
             return;
         }
         match view {
@@ -320,13 +315,7 @@ impl<'a> Resolver<'a> {
     /// Reports the sources of another shape than their rules say. Alike ones are one problem.
     fn report_shapes(&mut self) {
         let checkpoint = self.scope.checkpoint;
-        let mut alike: BTreeMap<(usize, String, String), Vec<Misshapen>> = BTreeMap::new();
-        for misshapen in std::mem::take(&mut self.misshapen) {
-            let key =
-                (line(&self.scope.file.text, misshapen.at.0), misshapen.expected.clone(), misshapen.found.to_string());
-            alike.entry(key).or_default().push(misshapen);
-        }
-        for ((line, expected, _), alike) in alike {
+        for ((line, expected, _), alike) in std::mem::take(&mut self.misshapen) {
             let file = checkpoint.source().path(checkpoint.file_of(alike[0].id)).display().to_string();
             let names: BTreeSet<&str> = alike.iter().map(|misshapen| checkpoint.tensor(misshapen.id).name).collect();
             for group in fold(names, &[]) {
@@ -396,21 +385,17 @@ impl<'a> Resolver<'a> {
         let unused = self.without_predictors(unused);
         let strange: BTreeSet<String> = unused.iter().map(|name| stars(name)).collect();
         let lost = std::mem::take(&mut self.lost);
-        let mut by_rule: BTreeMap<(bool, usize, String), Vec<&MissingSource>> = BTreeMap::new();
-        for lost in &lost {
-            by_rule.entry((lost.allowed, lost.line, stars(&lost.source))).or_default().push(lost);
-        }
-        for ((allowed, line, _), lost) in by_rule {
-            let sources: BTreeSet<&str> = lost.iter().map(|lost| lost.source.as_str()).collect();
-            let targets: BTreeSet<&str> = lost.iter().map(|lost| lost.target.as_str()).collect();
-            let first = lost[0].target.as_str();
+        for ((allowed, line, _), lost) in &lost {
+            let (sources, targets): (BTreeSet<&str>, BTreeSet<&str>) =
+                lost.iter().map(|(source, target)| (source.as_str(), target.as_str())).collect();
+            let first = lost[0].1.as_str();
             let for_target =
                 if targets.len() == 1 { first.to_owned() } else { format!("{first} and {} more", targets.len() - 1) };
             for group in fold(sources, &[&strange]) {
-                if allowed {
+                if *allowed {
                     self.made.warnings.push(format!("{for_target} is left out: missing tensor {}", group.counted()));
                 } else {
-                    let rule = RuleLocation(Some((self.scope.file.label.clone(), line)));
+                    let rule = RuleLocation(Some((self.scope.file.label.clone(), *line)));
                     self.problems.push(Problem::MissingTensor { group, for_target: for_target.clone(), rule });
                 }
             }
@@ -422,7 +407,7 @@ impl<'a> Resolver<'a> {
         }
         if !failed && !refused.is_empty() {
             let known = used.iter().map(|(_, info)| stars(info.name)).collect();
-            let gone = lost.iter().map(|lost| stars(&lost.source)).collect();
+            let gone = lost.into_keys().map(|(.., source)| source).collect();
             let refused = fold(refused, &[&gone, &known]);
             self.problems.extend(refused.into_iter().map(|group| Problem::UnexpectedTensor { group }));
         }
