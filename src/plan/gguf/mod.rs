@@ -4,22 +4,24 @@
 //! pre-tokenizer is known by the patterns in `tokenizer.json` (`pre_tokenizers.toml`).
 
 mod card;
-mod files;
 mod hparams;
 mod metadata;
-mod reranker;
 mod tensors;
 mod vocabulary;
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use ckfs_checkpoint::GgufFamily;
+use ckfs_checkpoint::{Checkpoint, GgufFamily};
 use ckfs_config::GgufType;
 use ckfs_format::gguf::{GgufPairs, GgufValue, WrittenTensor, gguf_header};
 use ckfs_tensor::View;
 use serde_json::Value;
 
-use self::{files::ModelTexts, hparams::Hparams, tensors::TensorsInFile, vocabulary::Tokenizer};
+use self::{
+    hparams::Hparams,
+    tensors::TensorsInFile,
+    vocabulary::{ModelTexts, Tokenizer},
+};
 use super::{problem::Problem, values::Values};
 
 /// A file of llama.cpp.
@@ -70,7 +72,7 @@ pub(crate) fn plan(
         Tokenizer::new(&files, &hparams, (config, model_type), set.get(vocabulary::PRE)).map_err(problem)?;
     let card = files.text("README.md").map_err(problem)?;
     let generation = files.json("generation_config.json").map_err(problem)?;
-    let words = reranker::words(&tokenizer, checkpoint, card.as_deref()).map_err(problem)?;
+    let words = words_of_reranker(&tokenizer, checkpoint, card.as_deref()).map_err(problem)?;
     let ordered = tensors::ordered(checkpoint);
     let of = of.unwrap_or_else(|| tensors::own_type(&ordered));
     let rows = tokenizer.rows().filter(|_| family.rows_of_vocabulary());
@@ -104,9 +106,48 @@ fn pairs(
     metadata::set(&mut pairs, told, written)?;
     hparams.set(&mut pairs, file_type)?;
     if words.is_some() {
-        reranker::set(&mut pairs);
+        set_reranker(&mut pairs);
     }
     pairs.set("general.quantization_version", GgufValue::U32(2));
     tokenizer.set(&mut pairs)?;
     Ok(pairs)
+}
+
+/// What the converter puts before and after a query and a document.
+const TEMPLATE: &str = "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the \
+    Instruct provided. Note that the answer can only be \"yes\" or \"no\".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a \
+    web search query, retrieve relevant passages that answer the query\n<Query>: {query}\n<Document>: {document}<|im_end|>\n\
+    <|im_start|>assistant\n<think>\n\n</think>\n\n";
+
+/// The numbers of the words `yes` and `no`, of which a reranker of Qwen 3 makes a score, if the model is one by the converter's signs: its path, its name or its card.
+///
+/// # Errors
+/// The tokenizer has no such words.
+fn words_of_reranker(
+    tokenizer: &Tokenizer<'_>,
+    checkpoint: &Checkpoint,
+    card: Option<&str>,
+) -> Result<Option<[u64; 2]>, String> {
+    let has = |text: &str, before: &str| {
+        let text = text.to_lowercase();
+        ["qwen3-reranker", "qwen3-vl-reranker"].iter().any(|word| text.contains(&format!("{before}{word}")))
+    };
+    let is_named = has(checkpoint.label(), "") || has(&checkpoint.root().to_string_lossy(), "");
+    let is_one = is_named || card.is_some_and(|card| has(card, "# "));
+    if tokenizer.hparams.family.architecture() != "qwen3" || !is_one {
+        return Ok(None);
+    }
+    let number = |word: &str| {
+        tokenizer.number(word).ok_or_else(|| format!("tokenizer.json: expected the token {word} of a reranker"))
+    };
+    Ok(Some([number("yes")?, number("no")?]))
+}
+
+/// Sets the keys of a reranker.
+fn set_reranker(pairs: &mut GgufPairs) {
+    let texts = |texts: &[&str]| GgufValue::Texts(texts.iter().map(|text| (*text).to_owned()).collect());
+    pairs.set("qwen3.pooling_type", GgufValue::U32(4));
+    pairs.set("qwen3.classifier.output_labels", texts(&["yes", "no"]));
+    pairs.set("tokenizer.chat_template.rerank", GgufValue::Text(TEMPLATE.to_owned()));
+    pairs.set("tokenizer.chat_templates", texts(&["rerank"]));
 }
