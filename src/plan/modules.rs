@@ -129,33 +129,29 @@ pub(super) fn drafts(
                 None => problems.push(unknown(stored, "transformers fuses no such tensor of an expert")),
             }
         } else if let Some((converter, pattern)) = by {
-            let patterns = || vec![Vec::new(); model.converters[*converter].patterns()];
+            let patterns = || vec![Vec::new(); model.converters[*converter].from.len()];
             converted.entry((*converter, name)).or_insert_with(patterns)[*pattern].push(id);
         } else {
             made.push((name.clone(), view(id, name)));
         }
     }
+    let layers = layers.iter().map(|(module, layer)| fused_of(module, layer, &view));
+    let converted = converted.into_iter().map(|((converter, name), given)| {
+        let views = |ids: Vec<TensorId>| -> Result<Vec<View>, Problem> {
+            let ids = in_order(checkpoint, ids).map_err(|reason| unknown(name, &reason))?;
+            ids.into_iter().map(|id| view(id, name)).collect()
+        };
+        let given = given.into_iter().map(views).collect::<Result<Vec<_>, Problem>>()?;
+        let made = model.converters[converter].make(name, given, checkpoint);
+        let made = made.map_err(|reason| unknown(name, &reason))?;
+        Ok(made.into_iter().map(|(name, view)| (name, Ok(view))).collect())
+    });
     let mut fused = Vec::new();
-    for (module, layer) in layers {
-        match fused_of(&module, &layer, &view) {
+    for tensors in layers.chain(converted) {
+        match tensors {
             Ok(tensors) => {
-                fused.extend(tensors.iter().map(|(name, _)| name.clone()));
+                fused.extend(tensors.iter().map(|(name, _)| name).filter(|name| is_fused(name)).cloned());
                 made.extend(tensors);
-            }
-            Err(problem) => problems.push(problem),
-        }
-    }
-    for ((converter, name), given) in converted {
-        let given = given.into_iter().map(|ids| in_order(checkpoint, ids).map_err(|reason| unknown(name, &reason)));
-        let views = |ids: Vec<TensorId>| ids.into_iter().map(|id| view(id, name)).collect();
-        let given = given.map(|ids| ids.and_then(views)).collect::<Result<Vec<_>, Problem>>();
-        let parts = given.and_then(|given| {
-            model.converters[converter].make(name, given, checkpoint).map_err(|reason| unknown(name, &reason))
-        });
-        match parts {
-            Ok(parts) => {
-                fused.extend(parts.iter().map(|(name, _)| name).filter(|name| is_fused(name)).cloned());
-                made.extend(parts.into_iter().map(|(name, view)| (name, Ok(view))));
             }
             Err(problem) => problems.push(problem),
         }
@@ -204,7 +200,7 @@ fn in_order(checkpoint: &Checkpoint, mut ids: Vec<TensorId>) -> Result<Vec<Tenso
 type ViewOf<'a> = dyn Fn(TensorId, &str) -> Result<View, Problem> + 'a;
 
 /// The fused tensors of a layer: the matrices of each expert one after the other on axis 0, and the experts on a new axis 0.
-fn fused_of(module: &str, layer: &Layer, view: &ViewOf<'_>) -> Result<[(String, Result<View, Problem>); 2], Problem> {
+fn fused_of(module: &str, layer: &Layer, view: &ViewOf<'_>) -> Result<Vec<(String, Result<View, Problem>)>, Problem> {
     let numbers: Vec<u64> = layer.keys().copied().collect();
     let count = numbers.len() as u64;
     if !numbers.iter().copied().eq(0..count) {
@@ -230,8 +226,10 @@ fn fused_of(module: &str, layer: &Layer, view: &ViewOf<'_>) -> Result<[(String, 
         View::stack(0, &layer.values().map(one).collect::<Result<Vec<_>, Problem>>()?).map_err(named)
     };
     let first = if gates == 0 { "up_proj" } else { "gate_up_proj" };
-    Ok([(first, &[0, 1][..]), ("down_proj", &[2])].map(|(word, places)| {
+    let tensor = |word: &str, places: &[usize]| {
         let name = format!("{module}.experts.{word}");
-        (name.clone(), stacked(&name, places))
-    }))
+        let view = stacked(&name, places);
+        (name, view)
+    };
+    Ok(vec![tensor(first, &[0, 1]), tensor("down_proj", &[2])])
 }

@@ -16,6 +16,28 @@ use super::super::{
     member::ConfigScope,
 };
 
+/// Names that begin so, the longer beginning first.
+#[derive(Debug, Default)]
+pub(super) struct NameScope([String; 2]);
+
+impl NameScope {
+    pub(super) fn new(row: &[String]) -> Self {
+        let dotted = |word: &String| if word.is_empty() { String::new() } else { format!("{word}.") };
+        let [scope, base] = row else { return Self::default() };
+        Self([format!("{}{}", dotted(base), dotted(scope)), dotted(scope)])
+    }
+
+    /// How much of a name is its beginning. None if the name is none of these.
+    pub(super) fn begin(&self, name: &str) -> Option<usize> {
+        self.0.iter().find(|scope| name.starts_with(scope.as_str())).map(String::len)
+    }
+}
+
+/// A pattern of the table.
+pub(super) fn compiled(text: &str) -> Regex {
+    Regex::new(text).expect("the table is in the program, and a test compiles all of it")
+}
+
 /// How several tensors of a pattern become one: on a new first axis, or end to end.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -33,28 +55,28 @@ pub(super) struct ConverterRow {
     to: Vec<[String; 2]>,
     several: Option<Several>,
     #[serde(default)]
-    pub(super) scope: Vec<String>,
+    scope: Vec<String>,
 }
 
 /// A converter: patterns of names, and what it makes.
 #[derive(Debug)]
 pub(crate) struct LoadConverter {
     /// In the order in which their tensors are taken.
-    from: Vec<Regex>,
+    pub(crate) from: Vec<Regex>,
     /// The text in place of the pattern's, and the view.
     pub(super) to: Vec<(String, Expr)>,
     several: Option<Several>,
+    pub(super) scope: NameScope,
 }
 
 impl LoadConverter {
-    pub(super) fn new(row: &ConverterRow) -> Result<Self, String> {
-        let regex = |text: &String| Regex::new(text).map_err(|error| error.to_string());
-        let from = row.from.iter().map(regex).collect::<Result<_, _>>()?;
-        let made = |[name, view]: &[String; 2]| match Expr::parse(view) {
-            Ok(view) => Ok((name.clone(), view)),
-            Err(error) => Err(format!("{view:?}: {error}")),
+    pub(super) fn new(row: &ConverterRow) -> Self {
+        let made = |[name, view]: &[String; 2]| {
+            (name.clone(), Expr::parse(view).expect("the table is in the program, and a test reads all of it"))
         };
-        Ok(Self { from, to: row.to.iter().map(made).collect::<Result<_, _>>()?, several: row.several })
+        let from = row.from.iter().map(|text| compiled(text)).collect();
+        let (to, scope) = (row.to.iter().map(made).collect(), NameScope::new(&row.scope));
+        Self { from, to, several: row.several, scope }
     }
 
     /// The pattern that a name matches, and the text that it matches: the first in the name, of those that begin there the longest
@@ -65,11 +87,6 @@ impl LoadConverter {
             Some(((found.start(), Reverse(regex.as_str().len())), (at, found.as_str())))
         });
         found.min_by_key(|(order, _)| *order).map(|(_, found)| found)
-    }
-
-    /// How many patterns it has.
-    pub(crate) fn patterns(&self) -> usize {
-        self.from.len()
     }
 
     /// What is made of tensors, which are given for each pattern, and the name of each. `name` is that of the first.
@@ -121,7 +138,7 @@ mod tests {
             several: None,
             scope: Vec::new(),
         };
-        let converter = LoadConverter::new(&row).unwrap();
+        let converter = LoadConverter::new(&row);
         assert_eq!(converter.matched("a.up.gate.up"), Some((0, ".up")));
         assert_eq!(converter.matched("a.gate.up"), Some((1, ".gate.up")));
         assert_eq!(converter.matched("a.gate.ups"), None);

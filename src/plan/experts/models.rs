@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::{
     super::{library::embedded_table, member::model_types, naming},
-    convert::{ConverterRow, LoadConverter},
+    convert::{ConverterRow, LoadConverter, NameScope, compiled},
     spelling::ExpertName,
 };
 
@@ -70,10 +70,6 @@ struct NameRule {
 const LEGACY: [[&str; 2]; 2] =
     [[r"LayerNorm.gamma(?!\w)", "LayerNorm.weight"], [r"LayerNorm.beta(?!\w)", "LayerNorm.bias"]];
 
-/// Names that begin so, the longer beginning first.
-#[derive(Debug, Default)]
-struct NameScope([String; 2]);
-
 /// What transformers makes of a tensor of a repository.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Loaded {
@@ -94,7 +90,6 @@ pub(crate) struct ModelNames {
     pub(crate) others: Vec<String>,
     /// What makes tensors of others.
     pub(crate) converters: Vec<LoadConverter>,
-    scopes: Vec<NameScope>,
     renames: Vec<NameRule>,
     back: Vec<NameRule>,
     /// The names of the state with `*` for numbers, if the names depend on them.
@@ -105,24 +100,10 @@ pub(crate) struct ModelNames {
     beside: Vec<(Regex, String)>,
 }
 
-impl NameScope {
-    fn new(row: &[String]) -> Self {
-        let dotted = |word: &String| if word.is_empty() { String::new() } else { format!("{word}.") };
-        let [scope, base] = row else { return Self::default() };
-        Self([format!("{}{}", dotted(base), dotted(scope)), dotted(scope)])
-    }
-
-    /// How much of a name is its beginning. None if the name is none of these.
-    fn begin(&self, name: &str) -> Option<usize> {
-        self.0.iter().find(|scope| name.starts_with(scope.as_str())).map(String::len)
-    }
-}
-
 impl NameRule {
-    fn new(row: &[String]) -> Result<Self, String> {
-        let ([pattern, target] | [pattern, target, ..]) = row else { return Err("a rename has two texts".to_owned()) };
-        let pattern = Regex::new(pattern).map_err(|error| error.to_string())?;
-        Ok(Self { pattern, target: target.clone(), scope: NameScope::new(&row[2..]), number: None })
+    fn new(row: &[String]) -> Self {
+        let (pattern, target, scope) = (compiled(&row[0]), row[1].clone(), NameScope::new(&row[2..]));
+        Self { pattern, target, scope, number: None }
     }
 
     /// The name, with its first match replaced. As transformers does it, the first occurrence of the matched text is replaced.
@@ -147,19 +128,15 @@ impl NameRule {
 
 impl ModelNames {
     /// The names for a repository with tensors of these names.
-    fn new(row: &ModelRow, names: &[&str]) -> Result<Self, String> {
-        let regex = |text: &str| Regex::new(text).map_err(|error| error.to_string());
+    fn new(row: &ModelRow, names: &[&str]) -> Self {
         let mut renames: Vec<NameRule> = Vec::new();
         for row in &row.renames {
             let (rule, guard) = match row {
-                RenameRow::Always(list) => (NameRule::new(list)?, None),
-                RenameRow::Changed { from, guard: None, number: None, .. } => {
-                    return Err(format!("{from:?}: expected a guard or a number"));
-                }
+                RenameRow::Always(list) => (NameRule::new(list), None),
                 RenameRow::Changed { from, to, scope, guard, number } => {
                     let list: Vec<String> = [from, to].into_iter().chain(scope).cloned().collect();
-                    let guard = guard.as_deref().map(regex).transpose()?;
-                    (NameRule { number: *number, ..NameRule::new(&list)? }, guard)
+                    let guard = guard.as_deref().map(compiled);
+                    (NameRule { number: *number, ..NameRule::new(&list) }, guard)
                 }
             };
             let is_there = |guard: &Regex| {
@@ -173,23 +150,19 @@ impl ModelNames {
                 renames.push(rule);
             }
         }
-        for row in LEGACY {
-            renames.push(NameRule::new(&row.map(str::to_owned))?);
-        }
-        let beside = |[pattern, words]: &[String; 2]| Ok((regex(pattern)?, words.clone()));
-        Ok(Self {
+        renames.extend(LEGACY.map(|row| NameRule::new(&row.map(str::to_owned))));
+        Self {
             renames,
-            back: row.back.iter().map(|row| NameRule::new(row)).collect::<Result<_, _>>()?,
-            converters: row.converters.iter().map(LoadConverter::new).collect::<Result<_, _>>()?,
-            scopes: row.converters.iter().map(|row| NameScope::new(&row.scope)).collect(),
-            ignored: row.ignored.iter().map(|text| regex(text)).collect::<Result<_, _>>()?,
-            beside: row.beside.iter().map(beside).collect::<Result<_, String>>()?,
+            back: row.back.iter().map(|row| NameRule::new(row)).collect(),
+            converters: row.converters.iter().map(LoadConverter::new).collect(),
+            ignored: row.ignored.iter().map(|text| compiled(text)).collect(),
+            beside: row.beside.iter().map(|[pattern, words]| (compiled(pattern), words.clone())).collect(),
             state: row.state.iter().cloned().collect(),
             base: if row.base.is_empty() { String::new() } else { format!("{}.", row.base) },
             experts: row.experts.clone(),
             either_way: row.either_way,
             others: row.others.clone(),
-        })
+        }
     }
 
     /// The names of this checkpoint's model, if they change when transformers loads it.
@@ -201,7 +174,7 @@ impl ModelNames {
 
     fn for_checkpoint(row: &ModelRow, checkpoint: &Checkpoint) -> Arc<Self> {
         let names: Vec<&str> = checkpoint.tensors().map(|(_, info)| info.name).collect();
-        Arc::new(Self::new(row, &names).expect("the file is in the program, and a test reads it"))
+        Arc::new(Self::new(row, &names))
     }
 
     /// The names of a model of transformers: as [`ModelNames::of`], and unchanged names for the types that have such. The type of the
@@ -233,9 +206,8 @@ impl ModelNames {
 
     /// The name with the text of the first converter that matches, which is then the only one.
     fn converted(&self, name: &str) -> (String, Option<(usize, usize)>) {
-        let all = self.converters.iter().zip(&self.scopes).enumerate();
-        let mut found = all.filter_map(|(at, (converter, scope))| {
-            let (begin, rest) = name.split_at(scope.begin(name)?);
+        let mut found = self.converters.iter().enumerate().filter_map(|(at, converter)| {
+            let (begin, rest) = name.split_at(converter.scope.begin(name)?);
             let (pattern, text) = converter.matched(rest)?;
             Some((format!("{begin}{}", rest.replacen(text, &converter.to[0].0, 1)), Some((at, pattern))))
         });
@@ -308,14 +280,17 @@ mod tests {
 
     fn model(of: &str) -> ModelNames {
         let row = MODELS.model.iter().find(|row| row.types.iter().any(|known| known == of)).unwrap();
-        ModelNames::new(row, &[]).unwrap()
+        ModelNames::new(row, &[])
     }
 
     #[test]
     fn the_file_parses_and_no_type_is_in_it_twice() {
         let mut seen = std::collections::BTreeSet::new();
         for row in &MODELS.model {
-            ModelNames::new(row, &[]).unwrap_or_else(|error| panic!("{:?}: {error}", row.types));
+            let names = ModelNames::new(row, &[]);
+            let guarded = |row: &RenameRow| !matches!(row, RenameRow::Changed { guard: None, number: None, .. });
+            assert!(names.converters.iter().all(|converter| !converter.to.is_empty()), "{:?}", row.types);
+            assert!(row.renames.iter().all(guarded), "{:?}", row.types);
             assert!(row.types.iter().all(|of| seen.insert(of)));
         }
         assert!(MODELS.unchanged.iter().all(|of| seen.insert(of)));
@@ -329,7 +304,7 @@ mod tests {
             ("phimoe", "model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.router.weight"),
             ("qwen3_moe", "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.gate.weight"),
         ];
-        let bert = ModelNames::new(&ModelRow::default(), &[]).unwrap();
+        let bert = ModelNames::new(&ModelRow::default(), &[]);
         for (stored, loaded) in [("gamma", "weight"), ("beta", "bias"), ("gammas", "gammas")] {
             let name = |word: &str| format!("bert.encoder.layer.0.output.LayerNorm.{word}");
             assert_eq!(bert.loaded(&name(stored)).name, name(loaded));
