@@ -8,6 +8,7 @@ use super::{
     super::{
         draft::{Draft, Roles},
         expr::{EvalError, Expr, ExprValue, NameScope, TextTemplate},
+        naming::joined,
         problem::Problem,
         values::Values,
     },
@@ -286,8 +287,4 @@ pub(super) fn range_of((start, stop): &(Expr, Expr), names: &dyn NameScope) -> R
 
 pub(super) fn int(number: u64) -> ExprValue {
     ExprValue::Int(i64::try_from(number).expect("numbers of loops come from expressions, which have 63 bits"))
-}
-
-pub(super) fn joined(prefix: &str, name: &str) -> String {
-    if prefix.is_empty() || name.is_empty() { format!("{prefix}{name}") } else { format!("{prefix}.{name}") }
 }

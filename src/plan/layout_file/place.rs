@@ -34,13 +34,13 @@ pub(super) fn word(text: &str, at: Span, word: &str) -> Span {
 }
 
 /// The part of an expression that an error concerns.
-fn mark(text: &str, at: Span, error: &EvalError) -> Span {
+pub(super) fn mark(text: &str, at: Span, error: &EvalError) -> Span {
     // The definition of a variable does not name the variable.
     error.words.iter().map(|name| word(text, at, name)).find(|found| *found != at).unwrap_or(at)
 }
 
 /// The name that a mistyped one of an expression most resembles. `members` are those of `config.json`.
-fn near<'n>(error: &EvalError, mesh: &'n Mesh, members: &[&'n str]) -> Option<&'n str> {
+pub(super) fn near<'n>(error: &EvalError, mesh: &'n Mesh, members: &[&'n str]) -> Option<&'n str> {
     match error.absent.as_ref()? {
         Absent::MeshAxis(name) => nearest(name, mesh.axes().iter().map(|axis| axis.name.as_str())),
         Absent::Config(name) => nearest(name, members.iter().copied()),
@@ -49,18 +49,6 @@ fn near<'n>(error: &EvalError, mesh: &'n Mesh, members: &[&'n str]) -> Option<&'
 }
 
 impl LayoutFile {
-    /// The problem of a rule whose expression at `at` has no value, for the leaf `target`.
-    pub(super) fn problem(
-        &self,
-        at: Span,
-        target: &str,
-        error: &EvalError,
-        (mesh, members): (&Mesh, &[&str]),
-    ) -> Problem {
-        let near = near(error, mesh, members).map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
-        self.refusal(mark(&self.text, at, error), target, format!("{error}{near}"))
-    }
-
     /// The problem of a condition that does not hold. A place in a file that nobody can open says nothing.
     pub(super) fn unmet(&self, at: Span, reason: String) -> Problem {
         if self.is_embedded {

@@ -24,7 +24,7 @@ use super::{
         values::{ValueRequest, Values},
     },
     Allowed, AtLine, Each, LayoutFile, LeafRule, Placement, Resolved, Span,
-    leaf::{LeafFailure, LeafInProgress, Misshapen, int, joined, range_of},
+    leaf::{LeafFailure, LeafInProgress, Misshapen, int, range_of},
     place::line,
     scope::{Bound, Local, Scope},
     targets::{Inverse, StoredNames, Target, Targets},
@@ -70,7 +70,7 @@ impl LayoutFile {
         let values = Values::new(checkpoint, ValueRequest::default(), &[], None);
         let resolved = self.run(&scope, &values, Allowed::default())?;
         drop(scope);
-        Ok((resolved, inverse.targets.into_inner().into_list()))
+        Ok((resolved, inverse.targets.into_inner().list))
     }
 
     /// Resolves the layout in a scope.
@@ -231,7 +231,7 @@ impl<'a> Resolver<'a> {
             let prefix = to.map_or_else(|| Some(String::new()), |to| self.eval(to, &bound, TextTemplate::eval));
             let Some(prefix) = prefix else { return };
             let stacks = leaf.stack.iter().chain(place.map_or(&[][..], |place| &place.stack)).collect();
-            let name = joined(&prefix, &name);
+            let name = naming::joined(&prefix, &name);
             if self.scope.inverse.is_some() && leaf.optional && self.scope.find(&name).is_none() {
                 continue;
             }

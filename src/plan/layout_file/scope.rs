@@ -17,6 +17,7 @@ use super::{
         problem::Problem,
     },
     Alias, LayoutFile, Span,
+    place::{mark, near},
     targets::Inverse,
 };
 
@@ -52,14 +53,14 @@ impl<'a> Scope<'a> {
 
     /// The same scope for another mesh.
     pub(super) fn for_mesh<'b>(&'b self, mesh: &'b Mesh) -> Scope<'b> {
-        let (set, inverse) = (self.set.clone(), self.inverse);
-        let (file, checkpoint, stored) = (self.file, self.checkpoint, self.stored);
-        Scope { file, checkpoint, stored, mesh, set, inverse, known: RefCell::default() }
+        Scope { mesh, set: self.set.clone(), known: RefCell::default(), ..*self }
     }
 
     /// The problem of a rule whose expression at `at` has no value, for the leaf `target`.
     pub(super) fn problem(&self, at: Span, target: &str, error: &EvalError) -> Problem {
-        self.file.problem(at, target, error, (self.mesh, &config_members(self.checkpoint)))
+        let near = near(error, self.mesh, &config_members(self.checkpoint));
+        let near = near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"));
+        self.file.refusal(mark(&self.file.text, at, error), target, format!("{error}{near}"))
     }
 
     pub(super) fn global(&self, name: &str) -> Result<ExprValue, EvalError> {

@@ -42,7 +42,7 @@ pub(crate) struct Target {
 /// All of them, by number. In the views of rules the number is the tensor's id.
 #[derive(Debug, Default)]
 pub(crate) struct Targets {
-    list: Vec<Target>,
+    pub(super) list: Vec<Target>,
     by_name: HashMap<String, u32>,
 }
 
@@ -70,11 +70,6 @@ impl Targets {
             number
         };
         Ok(View::source(SourceTensor { id: TensorId(number), dtype: TARGET_DTYPE, shape }))
-    }
-
-    /// All targets, in the order of their numbers.
-    pub(super) fn into_list(self) -> Vec<Target> {
-        self.list
     }
 }
 

@@ -126,6 +126,11 @@ pub(crate) fn without_expert(rest: &str, has_expert: bool) -> String {
     map_words(rest, |word| Some(word).filter(|word| !has_expert || *word != "*"))
 }
 
+/// A name below a prefix, either of which may be empty.
+pub(crate) fn joined(prefix: &str, name: &str) -> String {
+    if prefix.is_empty() || name.is_empty() { format!("{prefix}{name}") } else { format!("{prefix}.{name}") }
+}
+
 /// The number of a layer or an expert that a word is.
 pub(crate) fn number(word: &str) -> Option<u64> {
     // With leading zeros, two names would become one.

@@ -16,7 +16,10 @@ use ckfs_checkpoint::first_names;
 use hashbrown::{HashMap, HashSet};
 
 use super::{
-    super::family::{BlockForm, Generic, Role},
+    super::{
+        family::{BlockForm, Generic, Role},
+        naming::joined,
+    },
     styles::{ModelPlan, ModelPlans, Style},
 };
 
@@ -119,10 +122,6 @@ pub(crate) struct CutBlocks {
     unknown: BTreeSet<String>,
 }
 
-fn join(root: &str, name: &str) -> String {
-    if root.is_empty() { name.to_owned() } else { format!("{root}.{name}") }
-}
-
 fn parent(stem: &str) -> &str {
     stem.rsplit_once('.').map_or("", |(parent, _)| parent)
 }
@@ -154,7 +153,7 @@ impl Layer {
         let mut missing = Vec::new();
         let mut named = HashSet::new();
         for (style, name) in modules {
-            let stem = join(root, name);
+            let stem = joined(root, name);
             named.insert(stem.clone());
             let Some(info) = self.modules.get(&stem) else {
                 if style == Style::Colwise {
@@ -214,11 +213,11 @@ impl Layer {
             if root.is_empty() { Some("") } else { root.strip_suffix('.') }
         };
         form.outputs.iter().filter_map(root_of).find_map(|root| {
-            let inputs: Vec<String> = form.inputs.iter().chain(&form.fused).map(|name| join(root, name)).collect();
+            let inputs: Vec<String> = form.inputs.iter().chain(&form.fused).map(|name| joined(root, name)).collect();
             if !inputs.iter().map(String::as_str).chain([output]).all(|stem| self.is_free(stem, covered)) {
                 return None;
             }
-            let in_one = form.fused.iter().find(|name| !shows_parts(&join(root, name)));
+            let in_one = form.fused.iter().find(|name| !shows_parts(&joined(root, name)));
             let sides = inputs.into_iter().map(|stem| (stem, Side::Column));
             let sides: Vec<_> = sides.chain([(output.to_owned(), Side::Row)]).collect();
             let within: BTreeSet<&str> =
@@ -259,8 +258,8 @@ impl Layer {
         let (name, _) = names().find(|(name, _)| last(stem) == name.as_str())?;
         let root = parent(stem).to_owned();
         let (there, missing): (Vec<_>, Vec<_>) =
-            names().map(|(name, side)| (join(&root, name), side)).partition(|(stem, _)| self.is_free(stem, covered));
-        if root.is_empty() || !self.is_free(&join(&root, name), covered) {
+            names().map(|(name, side)| (joined(&root, name), side)).partition(|(stem, _)| self.is_free(stem, covered));
+        if root.is_empty() || !self.is_free(&joined(&root, name), covered) {
             return None;
         }
         let members = there.into_iter().map(|(stem, side)| (stem, side, usize::from(side == Side::Row))).collect();
@@ -407,7 +406,7 @@ impl CutBlocks {
         let plans = if layer.is_tower { &sayings.plans.towers } else { &sayings.plans.text };
         let plans = if in_layer { &plans[..] } else { &[] };
         let (found, unknown) = layer.blocks(prefix, plans, sayings);
-        let name = |stem: &str| join(&layer.base, stem);
+        let name = |stem: &str| joined(&layer.base, stem);
         self.unknown.extend(unknown.iter().filter(|_| in_layer).map(|stem| name(stem)));
         for found in found {
             // Blocks of one layer may be in one module: they are distinguished by their first member.
