@@ -72,7 +72,7 @@ pub struct Chosen {
 /// Decides which tensors are quantized.
 #[derive(Clone, Debug)]
 pub(crate) struct WeightChoice<'a> {
-    scheme: Quantize,
+    pub(super) scheme: Quantize,
     ignore: &'a [Pattern],
     only: &'a [Pattern],
     family: Option<&'static Family>,
@@ -102,11 +102,6 @@ impl<'a> WeightChoice<'a> {
     pub(crate) fn of(options: &'a ViewOptions, family: Option<&'static Family>) -> Option<Self> {
         let (ignore, only) = (&options.quantize_ignore, &options.quantize_only);
         Some(Self { scheme: options.quantize?, ignore, only, family, rules: &Generic::get().quantize })
-    }
-
-    /// The scheme.
-    pub(crate) const fn scheme(&self) -> Quantize {
-        self.scheme
     }
 
     /// How matrices are encoded.

@@ -41,17 +41,12 @@ pub(crate) fn quantization_config(scheme: Quantize, left: &[String]) -> Value {
     };
     let weights = numbers(kind, bits, strategy, size, scale_dtype);
     let activations = if format == "float-quantized" { activations(8, "token", None) } else { Value::Null };
-    compressed_tensors(&[ModuleGroup { format, weights, activations, targets: vec!["Linear".to_owned()] }], left)
+    compressed_tensors(&[((format, weights, activations), vec!["Linear".to_owned()])], left)
 }
 
-/// Modules that compressed-tensors stores alike.
-pub(super) struct ModuleGroup {
-    pub(super) format: &'static str,
-    /// As [`numbers`] and [`activations`] say it.
-    pub(super) weights: Value,
-    pub(super) activations: Value,
-    pub(super) targets: Vec<String>,
-}
+/// What compressed-tensors says of modules that it stores alike: their format, and the numbers of weights and of activations, as
+/// [`numbers`] and [`activations`] say them.
+pub(super) type ModuleForm = (&'static str, Value, Value);
 
 /// What compressed-tensors says of symmetric codes: type, bits, what shares a scale, and the dtype of scales.
 pub(super) fn numbers(kind: &str, bits: u64, strategy: &str, size: Option<u64>, scale_dtype: Option<&str>) -> Value {
@@ -69,19 +64,19 @@ pub(super) fn activations(bits: u64, strategy: &str, size: Option<u64>) -> Value
     numbers
 }
 
-/// The configuration of compressed-tensors.
-pub(super) fn compressed_tensors(groups: &[ModuleGroup], left: &[String]) -> Value {
-    let of_group = |(number, group): (usize, &ModuleGroup)| {
+/// The configuration of compressed-tensors, for groups of modules.
+pub(super) fn compressed_tensors(groups: &[(ModuleForm, Vec<String>)], left: &[String]) -> Value {
+    let of_group = |(number, ((format, weights, activations), targets)): (usize, &(ModuleForm, Vec<String>))| {
         let members = json!({
-            "format": group.format,
-            "input_activations": group.activations,
+            "format": format,
+            "input_activations": activations,
             "output_activations": null,
-            "targets": group.targets,
-            "weights": group.weights,
+            "targets": targets,
+            "weights": weights,
         });
         (format!("group_{number}"), members)
     };
-    let mut formats: Vec<&str> = groups.iter().map(|group| group.format).collect();
+    let mut formats: Vec<&str> = groups.iter().map(|((format, ..), _)| *format).collect();
     formats.dedup();
     json!({
         "config_groups": Value::Object(groups.iter().enumerate().map(of_group).collect()),

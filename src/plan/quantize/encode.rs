@@ -103,7 +103,7 @@ impl<'a> Quantizer<'a> {
 
     /// What was chosen so far.
     pub(crate) fn chosen(&self) -> Chosen {
-        self.findings.lock().chosen(self.choice.scheme())
+        self.findings.lock().chosen(self.choice.scheme)
     }
 
     /// The tensors of several experts for which the scheme has no form, so far.
@@ -129,7 +129,7 @@ impl<'a> Quantizer<'a> {
 
     /// The `quantization_config` of what was quantized.
     fn config(&self) -> Value {
-        quantization_config(self.choice.scheme(), &self.left_modules())
+        quantization_config(self.choice.scheme, &self.left_modules())
     }
 
     /// `config.json` with it.
@@ -252,7 +252,7 @@ impl<'a> Quantizer<'a> {
         cuts[rank - 2] = block_rows;
         cuts[rank - 1] = if is_row { bands.encoder().packed().0 } else { block_columns };
         let mut found = Vec::new();
-        for (suffix, stored) in stored(self.choice.scheme()) {
+        for (suffix, stored) in stored(self.choice.scheme) {
             let view = map(codes, &|encoding| part(encoding, *stored)).map_err(named)?;
             let mut units = PerAxis::from_elem(1, rank);
             let (of_rows, of_columns) = match stored {
@@ -364,10 +364,7 @@ pub(crate) fn with_codes(
         // Of vectors.
         return Ok(None);
     }
-    let mut found = Vec::with_capacity(of.len());
-    for operand in of {
-        found.push(with_codes(name, operand, codes)?);
-    }
+    let found = of.iter().map(|operand| with_codes(name, operand, codes)).collect::<Result<Vec<_>, _>>()?;
     let quantized = found.iter().filter(|view| view.is_some()).count();
     if quantized == 0 {
         return Ok(None);

@@ -16,7 +16,7 @@ use serde_json::{Value as Json, json};
 
 use super::{
     super::problem::PlanError,
-    config::{ModuleGroup, activations, compressed_tensors, fp8, modelopt_in_config, numbers},
+    config::{ModuleForm, activations, compressed_tensors, fp8, modelopt_in_config, numbers},
     encode::of_numbers,
 };
 
@@ -296,10 +296,11 @@ impl Keeping<'_> {
     /// What takes the place of a tensor that no decoder reads.
     fn beside(&self, id: TensorId, info: &TensorInfo<'_>) -> Result<Option<Composed>, String> {
         let view = info.source(id);
+        let is_nvfp4 = || self.modules.keys().any(|stored| matches!(stored, Stored::Nvfp4 { .. }));
         let (module, word) = info.name.rsplit_once('.').unwrap_or(("", info.name));
         let (word, view) = match (word, self.to) {
             ("g_idx" | "weight_shape", _) => return Ok(None),
-            ("input_scale", Requantize::CompressedTensors) if self.is_nvfp4() => {
+            ("input_scale", Requantize::CompressedTensors) if is_nvfp4() => {
                 ("input_global_scale", view.and_then(|source| reciprocal(source, 1)))
             }
             ("input_global_scale", Requantize::ModelOpt) => {
@@ -313,10 +314,6 @@ impl Keeping<'_> {
             _ => return Err("a scale of activations, for which the form has no place".to_owned()),
         };
         Ok(Some(Composed::view(format!("{module}.{word}"), id, view?)))
-    }
-
-    fn is_nvfp4(&self) -> bool {
-        self.modules.keys().any(|stored| matches!(stored, Stored::Nvfp4 { .. }))
     }
 
     /// Makes the linear layers of a stack of experts, and their biases.
@@ -480,20 +477,18 @@ impl Keeping<'_> {
     }
 
     /// The groups of compressed-tensors: the largest has all linear layers that no other names.
-    fn groups(&self) -> Vec<ModuleGroup> {
+    fn groups(&self) -> Vec<(ModuleForm, Vec<String>)> {
         let largest = self.modules.iter().max_by_key(|(_, modules)| modules.len()).map(|(stored, _)| *stored);
-        let group = |(stored, modules): (&Stored, &Vec<String>)| {
-            let targets = if largest == Some(*stored) { vec!["Linear".to_owned()] } else { modules.clone() };
-            let (format, weights, activations) = stored.numbers();
-            ModuleGroup { format, weights, activations, targets }
+        let targets = |stored: &Stored, modules: &[String]| {
+            if largest == Some(*stored) { vec!["Linear".to_owned()] } else { modules.to_vec() }
         };
-        self.modules.iter().map(group).collect()
+        self.modules.iter().map(|(stored, modules)| (stored.numbers(), targets(stored, modules))).collect()
     }
 }
 
 impl Stored {
     /// The format, what is said of the weights, and of activations.
-    fn numbers(self) -> (&'static str, Json, Json) {
+    fn numbers(self) -> ModuleForm {
         const E4M3: Option<&str> = Some("torch.float8_e4m3fn");
         match self {
             Self::Integers { bits, group, is_symmetric, has_order } => {
