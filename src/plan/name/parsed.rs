@@ -50,7 +50,7 @@ pub(crate) struct ParsedNames<'a> {
 #[derive(Default)]
 struct NamesPart<'a> {
     /// Kinds in the order of their first names.
-    kinds: Vec<(&'a str, Around<'a>, u64)>,
+    kinds: Vec<NameKind<'a>>,
     numbers: HashMap<Around<'a>, u32>,
     names: Vec<ParsedName>,
 }
@@ -60,13 +60,14 @@ fn number(kinds: usize) -> u32 {
 }
 
 impl<'a> NamesPart<'a> {
-    fn kind(&mut self, name: &'a str, around: Around<'a>, count: u64) -> u32 {
+    /// The number of a kind, of which there are `count` more.
+    fn kind(&mut self, around: Around<'a>, count: u64, new: impl FnOnce() -> NameKind<'a>) -> u32 {
         let next = number(self.kinds.len());
         let kind = *self.numbers.entry(around).or_insert(next);
         if kind == next {
-            self.kinds.push((name, around, 0));
+            self.kinds.push(NameKind { count: 0, ..new() });
         }
-        self.kinds[kind as usize].2 += count;
+        self.kinds[kind as usize].count += count;
         kind
     }
 
@@ -74,7 +75,7 @@ impl<'a> NamesPart<'a> {
         let mut part = Self { names: Vec::with_capacity(names.len()), ..Self::default() };
         for name in names.iter().copied() {
             let (around, layer, expert) = naming::around(name);
-            let kind = part.kind(name, around, 1);
+            let kind = part.kind(around, 1, || NameKind { name, parsed: naming::parse(name), around, count: 1 });
             // The kind says whether there are these numbers.
             part.names.push(ParsedName { kind, layer: layer.unwrap_or(0), expert: expert.unwrap_or(0) });
         }
@@ -89,17 +90,11 @@ impl<'a> ParsedNames<'a> {
         let parts: Vec<NamesPart<'a>> = names.par_chunks(PARSED_TOGETHER).map(NamesPart::of).collect();
         let mut all = NamesPart { names: Vec::with_capacity(names.len()), ..NamesPart::default() };
         for part in parts {
-            let kinds: Vec<u32> =
-                part.kinds.iter().map(|(name, around, count)| all.kind(name, *around, *count)).collect();
+            let kinds = part.kinds.into_iter().map(|kind| all.kind(kind.around, kind.count, || kind));
+            let kinds: Vec<u32> = kinds.collect();
             all.names.extend(part.names.iter().map(|name| ParsedName { kind: kinds[name.kind as usize], ..*name }));
         }
-        let parsed = |(name, around, count): (&'a str, Around<'a>, u64)| NameKind {
-            name,
-            parsed: naming::parse(name),
-            around,
-            count,
-        };
-        Self { kinds: all.kinds.into_par_iter().map(parsed).collect(), names: all.names }
+        Self { kinds: all.kinds, names: all.names }
     }
 
     /// The kinds, by number.
