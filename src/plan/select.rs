@@ -374,7 +374,7 @@ fn beyond_the_last(base: &Checkpoint, subset: &Subset, prefix: Option<&str>) -> 
 }
 
 /// Words of the tensors of a layer that predicts further tokens.
-const PREDICTOR_WORDS: [&str; 6] = ["eh_proj", "enorm", "hnorm", "shared_head", "nextn", "mtp"];
+pub(super) const PREDICTOR_WORDS: [&str; 6] = ["eh_proj", "enorm", "hnorm", "shared_head", "nextn", "mtp"];
 
 /// The prefix of the text model's layers, and the first layer after the last configured one. From there on layers
 /// predict further tokens (multi-token prediction) and are not part of the stack.

@@ -34,9 +34,8 @@ pub(super) fn problems(checkpoint: &Checkpoint, layout: &str) -> Vec<Problem> {
     };
     let assumed = TABLE.assumed.iter().filter_map(|(name, values)| {
         let found = said(name).filter(|found| !values.iter().any(|value| are_equal(value, found)))?;
-        let none = || "none".to_owned();
         let expected = values.iter().map(ToString::to_string).reduce(|some, more| format!("{some} or {more}"));
-        let expected = expected.unwrap_or_else(none);
+        let expected = expected.unwrap_or_else(|| "none".to_owned());
         let way = "Megatron-Bridge may convert it, and --layout stored shows it as it is";
         Some(problem(name, found, format!("the layout {layout} assumes {expected} ({way})")))
     });

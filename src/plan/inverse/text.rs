@@ -4,7 +4,11 @@ use ckfs_checkpoint::Checkpoint;
 use ckfs_tensor::View;
 use serde_json::{Value as Json, json};
 
-use super::super::{problem::Problem, select::MTP_COUNTS, text_model::TextModel};
+use super::super::{
+    problem::Problem,
+    select::{MTP_COUNTS, PREDICTOR_WORDS},
+    text_model::TextModel,
+};
 
 /// The configuration that fits the tensors, and whether it is that of the text model of a larger one. `is_text` tells whether the
 /// tensors are those of the text model alone: configuration and names become its own. `is_requested` tells whether the user wants
@@ -46,6 +50,7 @@ pub(super) fn configuration(
         }
     }
     if let Some(members) = config.as_object_mut() {
+        let is_predictor = |name: &str| name.split('.').any(|word| PREDICTOR_WORDS.contains(&word));
         let predicts = tensors.iter().any(|(name, _)| is_predictor(name));
         let says = |members: &serde_json::Map<String, Json>| members.contains_key("tie_word_embeddings");
         let is_said = says(members) || members.values().filter_map(Json::as_object).any(says);
@@ -64,9 +69,4 @@ pub(super) fn configuration(
         }
     }
     Ok((config, is_text && now.is_some()))
-}
-
-/// Whether a tensor is of a layer that predicts several tokens.
-fn is_predictor(name: &str) -> bool {
-    name.split('.').any(|word| ["eh_proj", "enorm", "hnorm", "shared_head", "mtp"].contains(&word))
 }
