@@ -65,14 +65,21 @@ impl PackedTensors {
             .filter_map(|tensor| Some((tensor.operands[0], (tensor.operands[1], tensor.template.block()?))));
         let blocks: HashMap<TensorId, (TensorId, (u64, u64))> = blocks.collect();
         let table = checkpoint.table();
+        // Drafts are known by what their views read.
+        let read = |id: TensorId| match checkpoint.tensor(id).storage {
+            Storage::Composed(composed) => {
+                composed.view.as_ref().and_then(|view| view.source_ids().first().copied()).unwrap_or(id)
+            }
+            Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_) => id,
+        };
         for (id, info) in checkpoint.tensors().filter(|(_, info)| !is_plain(info.dtype)) {
             if info.quantized().is_some() {
                 continue;
             }
             let channels = || Some((channel_scale(checkpoint, id)?, (1, 1)));
             if let Some((scale, block)) = blocks.get(&id).copied().or_else(channels) {
-                packed.blocks.insert(id, block);
-                packed.scales.insert(scale, id);
+                packed.blocks.insert(read(id), block);
+                packed.scales.insert(read(scale), read(id));
                 continue;
             }
             let is_single = |other: TensorId| checkpoint.tensor(other).shape.iter().product::<u64>() == 1;
@@ -83,7 +90,7 @@ impl PackedTensors {
                 let companions = || own().filter(|other| *other != id && rest(*other).is_some_and(is_companion));
                 // Every device holds a single scale anyway.
                 if companions().any(|other| !info.dtype.is_float() || !is_single(other)) {
-                    packed.whole.extend(own());
+                    packed.whole.extend(own().map(read));
                 }
                 if companions().next().is_some() {
                     continue;
@@ -92,22 +99,10 @@ impl PackedTensors {
             let beside: Vec<TensorId> =
                 ENDINGS.iter().filter_map(|ending| table.find(&format!("{}{ending}", info.name))).collect();
             if beside.iter().any(|other| !info.dtype.is_float() || !is_single(*other)) {
-                packed.whole.insert(id);
-                packed.whole.extend(beside);
+                packed.whole.extend(beside.into_iter().chain([id]).map(read));
             }
         }
-        // Drafts are known by what their views read.
-        let read = |id: TensorId| match checkpoint.tensor(id).storage {
-            Storage::Composed(composed) => {
-                composed.view.as_ref().and_then(|view| view.source_ids().first().copied()).unwrap_or(id)
-            }
-            Storage::Plain { .. } | Storage::Quantized(_) | Storage::Mosaic(_) => id,
-        };
-        Self {
-            whole: packed.whole.into_iter().map(read).collect(),
-            blocks: packed.blocks.into_iter().map(|(id, block)| (read(id), block)).collect(),
-            scales: packed.scales.into_iter().map(|(scale, id)| (read(scale), read(id))).collect(),
-        }
+        packed
     }
 }
 
