@@ -224,10 +224,7 @@ def applied(one, views, made):
     """The expressions of what an operation makes, by those of what it takes. `made` is the number of tensors that are made in all."""
     kind = one["op"]
     if kind in ("concatenate", "groups"):
-        def groups(at):
-            return [f"part({view}, 0, {at}, {', '.join([f'extent({view}, 0) // {made}'] * made)})" for view in views]
-
-        found = [views] if kind == "concatenate" else map(groups, range(made))
+        found = [views] if kind == "concatenate" else [views[at::made] for at in range(made)]
         return [each[0] if len(each) == 1 else f"concat({one['axis']}, {', '.join(each)})" for each in found]
     if kind == "stack":
         return views
@@ -261,18 +258,19 @@ def applied(one, views, made):
 
 def views(operations, patterns, targets):
     """The expressions of what a converter makes, over `x0`, `x1`, … for its patterns."""
-    found = [f"x{number}" for number in range(len(patterns))]
+    groups = len(targets) if operations[0]["op"] == "groups" else 1
+    found = [f"x{number}" for number in range(len(patterns) * groups)]
     for one in operations:
         found = applied({**one, "names": targets}, found, len(targets))
     return found
 
 
 def several(operations, patterns):
-    """How several tensors of one pattern become one. None if there is one of each."""
+    """How several tensors of one pattern are joined. None if there is one of each."""
     first = operations[0]
     if first["op"] == "concatenate" and first["axis"] == 0 and len(patterns) == 1:
         return "concat"
-    return "stack" if first["op"] in ("stack", "groups") else None
+    return first["op"] if first["op"] in ("stack", "groups") else None
 
 
 def converter(transform, config, model):

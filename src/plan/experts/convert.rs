@@ -2,7 +2,8 @@
 //! permuted.
 //!
 //! A converter of the table has patterns of names, and the names of what it makes, each with an expression of layout files. Tensors
-//! whose names become one belong together: those of the first pattern are called `x0`, those of the second `x1`, and so on.
+//! whose names become one belong together: those of the first pattern are called `x0`, those of the second `x1`, and so on. Groups of
+//! those of one pattern have a name each.
 
 use std::cmp::Reverse;
 
@@ -18,9 +19,9 @@ use super::super::{
 
 /// Names that begin so, the longer beginning first.
 #[derive(Debug, Default)]
-pub(super) struct NameScope([String; 2]);
+pub(super) struct LoadScope([String; 2]);
 
-impl NameScope {
+impl LoadScope {
     pub(super) fn new(row: &[String]) -> Self {
         let dotted = |word: &String| if word.is_empty() { String::new() } else { format!("{word}.") };
         let [scope, base] = row else { return Self::default() };
@@ -38,11 +39,12 @@ pub(super) fn compiled(text: &str) -> Regex {
     Regex::new(text).expect("the table is in the program, and a test compiles all of it")
 }
 
-/// How several tensors of a pattern become one: on a new first axis, or end to end.
+/// How several tensors of a pattern are joined: on a new first axis, all of them or in equal groups, one for each name, or end to end.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Several {
     Stack,
+    Groups,
     Concat,
 }
 
@@ -66,7 +68,7 @@ pub(crate) struct LoadConverter {
     /// The text in place of the pattern's, and the view.
     pub(super) to: Vec<(String, Expr)>,
     several: Option<Several>,
-    pub(super) scope: NameScope,
+    pub(super) scope: LoadScope,
 }
 
 impl LoadConverter {
@@ -75,7 +77,7 @@ impl LoadConverter {
             (name.clone(), Expr::parse(view).expect("the table is in the program, and a test reads all of it"))
         };
         let from = row.from.iter().map(|text| compiled(text)).collect();
-        let (to, scope) = (row.to.iter().map(made).collect(), NameScope::new(&row.scope));
+        let (to, scope) = (row.to.iter().map(made).collect(), LoadScope::new(&row.scope));
         Self { from, to, several: row.several, scope }
     }
 
@@ -108,16 +110,23 @@ impl LoadConverter {
         if given.iter().any(|views| views.len() != given[0].len()) {
             return Err("the tensors that it is made of are not equally many".to_owned());
         }
-        let bound = given.iter().enumerate().map(|(number, views)| {
-            let view = match (self.several, views.as_slice()) {
-                (Some(Several::Stack), views) => View::stack(0, views)?,
-                (Some(Several::Concat), views) => View::concat(0, views)?,
-                (None, [view]) => view.clone(),
-                (None, views) => return Err(format!("{} tensors for one name", views.len())),
-            };
-            Ok((format!("x{number}"), ExprValue::View(view)))
-        });
-        let scope = ConfigScope { checkpoint, bound: bound.collect::<Result<_, String>>()? };
+        let groups = if let Some(Several::Groups) = self.several { self.to.len() } else { 1 };
+        let mut bound = Vec::with_capacity(given.len() * groups);
+        for all in &given {
+            if !all.len().is_multiple_of(groups) {
+                return Err(format!("{} tensors are no {groups} equal groups", all.len()));
+            }
+            for group in all.chunks(all.len() / groups) {
+                let view = match (self.several, group) {
+                    (Some(Several::Stack | Several::Groups), views) => View::stack(0, views)?,
+                    (Some(Several::Concat), views) => View::concat(0, views)?,
+                    (None, [view]) => view.clone(),
+                    (None, views) => return Err(format!("{} tensors for one name", views.len())),
+                };
+                bound.push((format!("x{}", bound.len()), ExprValue::View(view)));
+            }
+        }
+        let scope = ConfigScope { checkpoint, bound };
         let made = |(to, view): &(String, Expr)| {
             let view = view.eval(&scope).and_then(|value| value.view("view").cloned());
             Ok((name.replacen(self.to[0].0.as_str(), to, 1), view.map_err(|error| error.to_string())?))

@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::{
     super::{library::embedded_table, member::model_types, naming},
-    convert::{ConverterRow, LoadConverter, NameScope, compiled},
+    convert::{ConverterRow, LoadConverter, LoadScope, compiled},
     spelling::ExpertName,
 };
 
@@ -62,7 +62,7 @@ struct NumberChange {
 struct NameRule {
     pattern: Regex,
     target: String,
-    scope: NameScope,
+    scope: LoadScope,
     number: Option<NumberChange>,
 }
 
@@ -102,7 +102,7 @@ pub(crate) struct ModelNames {
 
 impl NameRule {
     fn new(row: &[String]) -> Self {
-        let (pattern, target, scope) = (compiled(&row[0]), row[1].clone(), NameScope::new(&row[2..]));
+        let (pattern, target, scope) = (compiled(&row[0]), row[1].clone(), LoadScope::new(&row[2..]));
         Self { pattern, target, scope, number: None }
     }
 
@@ -289,7 +289,15 @@ mod tests {
         for row in &MODELS.model {
             let names = ModelNames::new(row, &[]);
             let guarded = |row: &RenameRow| !matches!(row, RenameRow::Changed { guard: None, number: None, .. });
-            assert!(names.converters.iter().all(|converter| !converter.to.is_empty()), "{:?}", row.types);
+            for LoadConverter { from, to, .. } in &names.converters {
+                let known: Vec<String> = (0..from.len() * to.len()).map(|number| format!("x{number}")).collect();
+                let mut used = to.iter().flat_map(|(_, view)| &view.names);
+                assert!(
+                    !to.is_empty() && used.all(|name| known.iter().any(|known| **known == **name)),
+                    "{:?}",
+                    row.types
+                );
+            }
             assert!(row.renames.iter().all(guarded), "{:?}", row.types);
             assert!(row.types.iter().all(|of| seen.insert(of)));
         }
