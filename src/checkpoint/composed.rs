@@ -86,6 +86,8 @@ impl Composed {
 
 #[cfg(test)]
 mod tests {
+    use ckfs_tensor::Shape;
+
     use super::*;
 
     #[test]

@@ -142,7 +142,7 @@ pub(super) fn drafts(
             ids.into_iter().map(|id| view(id, name)).collect()
         };
         let given = given.into_iter().map(views).collect::<Result<Vec<_>, Problem>>()?;
-        let made = model.converters[converter].make(name, given, checkpoint);
+        let made = model.converters[converter].make(name, &given, checkpoint);
         let made = made.map_err(|reason| unknown(name, &reason))?;
         Ok(made.into_iter().map(|(name, view)| (name, Ok(view))).collect())
     });
@@ -199,8 +199,11 @@ fn in_order(checkpoint: &Checkpoint, mut ids: Vec<TensorId>) -> Result<Vec<Tenso
 /// The view of a tensor that is shown under a name.
 type ViewOf<'a> = dyn Fn(TensorId, &str) -> Result<View, Problem> + 'a;
 
+/// A tensor's name and view.
+type Shown = (String, Result<View, Problem>);
+
 /// The fused tensors of a layer: the matrices of each expert one after the other on axis 0, and the experts on a new axis 0.
-fn fused_of(module: &str, layer: &Layer, view: &ViewOf<'_>) -> Result<Vec<(String, Result<View, Problem>)>, Problem> {
+fn fused_of(module: &str, layer: &Layer, view: &ViewOf<'_>) -> Result<Vec<Shown>, Problem> {
     let numbers: Vec<u64> = layer.keys().copied().collect();
     let count = numbers.len() as u64;
     if !numbers.iter().copied().eq(0..count) {

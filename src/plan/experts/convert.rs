@@ -98,7 +98,7 @@ impl LoadConverter {
     pub(crate) fn make(
         &self,
         name: &str,
-        given: Vec<Vec<View>>,
+        given: &[Vec<View>],
         checkpoint: &Checkpoint,
     ) -> Result<Vec<(String, View)>, String> {
         if let Some(pattern) = given.iter().position(Vec::is_empty) {
@@ -112,7 +112,7 @@ impl LoadConverter {
         }
         let groups = if let Some(Several::Groups) = self.several { self.to.len() } else { 1 };
         let mut bound = Vec::with_capacity(given.len() * groups);
-        for all in &given {
+        for all in given {
             if !all.len().is_multiple_of(groups) {
                 return Err(format!("{} tensors are no {groups} equal groups", all.len()));
             }
