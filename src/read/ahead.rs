@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ckfs_image::Segment;
 use ckfs_source::{ByteSpan, DecodedChunks, FileId, RemoteSource};
 use ckfs_sync::Demand;
-use ckfs_tensor::{Origin, Piece, Tiling, needs, to_usize};
+use ckfs_tensor::{Origin, Tiling, needs, to_usize};
 use parking_lot::Mutex;
 
 use super::{
@@ -32,9 +32,6 @@ const GAP_BYTES: u64 = 256 << 10;
 
 /// Source pages to request, in order.
 type PageRequests = Mutex<std::vec::IntoIter<(FileId, ByteSpan)>>;
-
-/// Takes the start and the length of a span of a tensor, in bytes.
-type EachSpan<'a> = &'a mut dyn FnMut(u64, u64);
 
 impl Engine {
     /// Starts work on the bytes that a sequential reader will need next.
@@ -209,47 +206,19 @@ impl Engine {
         tiling.cut(low / unit, high.div_ceil(unit), &mut |piece| {
             // A reader meets the failure of a view that is encoded.
             let _ = tiling.for_each_stored_piece(&piece, &mut |tiling, piece| {
-                self.for_each_needed_of(tiling, piece, gap, &mut left, each);
-            });
-        });
-    }
-
-    /// The same for a piece of a stored tensor.
-    fn for_each_needed_of(
-        &self,
-        tiling: &Tiling,
-        piece: &Piece,
-        gap: u64,
-        left: &mut u64,
-        each: &mut dyn FnMut(FileId, &[ByteSpan]),
-    ) {
-        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return };
-        let decode = &tiling.decoders()[decoder as usize];
-        // Of a tensor, the spans that `visit` names, in bytes of it.
-        let mut of_tensor = |tensor, visit: &mut dyn FnMut(EachSpan<'_>)| {
-            let info = self.checkpoint.tensor(tensor);
-            let mut spans: Vec<ByteSpan> = Vec::new();
-            visit(&mut |start, len| {
-                let bounding = ByteSpan::of_len(start, (*left).min(len));
-                if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
-                    *left -= span.len();
-                    spans.push(span);
+                let Origin::Tensor { decoder, .. } = piece.origin else { return };
+                for need in needs(&tiling.decoders()[decoder as usize], tiling.unit_bytes(), piece) {
+                    let info = self.checkpoint.tensor(need.tensor);
+                    let mut spans: Vec<ByteSpan> = Vec::new();
+                    for (start, end) in need.spans(gap) {
+                        let bounding = ByteSpan::of_len(start, left.min(end - start));
+                        if let Some(span) = bounding.and_then(|bounding| info.span().slice(bounding)) {
+                            left -= span.len();
+                            spans.push(span);
+                        }
+                    }
+                    each(info.file(), &spans);
                 }
-            });
-            each(info.file(), &spans);
-        };
-        if let Some(value) = decode.value() {
-            for need in needs(value, offset, &piece.loops) {
-                of_tensor(need.operand.tensor.id, &mut |each| {
-                    need.runs.iter().for_each(|runs| runs.for_each_span(gap, each));
-                });
-            }
-            return;
-        }
-        let unit = decode.source_bytes(tiling.unit_bytes()).expect("what decodes no value reads elements");
-        of_tensor(tensor, &mut |each| {
-            piece.source_bounding_spans((gap / unit).max(1), &mut |start, units| {
-                each((offset + start) * unit, units * unit);
             });
         });
     }

@@ -3,13 +3,12 @@
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::{ByteSpan, FetchPart, FileFetch, FileId, Maps, SourceError};
-use ckfs_tensor::{Window, to_usize};
+use ckfs_tensor::{Need, Window, to_usize};
 use smallvec::SmallVec;
 
 use super::{
     ReadError,
     buffer::{Buffer, BufferPool},
-    plan_jobs::{Job, Requirement},
     schedule::{Batch, Fetch},
 };
 
@@ -56,38 +55,8 @@ fn failed(checkpoint: &Checkpoint, fetches: &[Fetch], file: FileId, error: Sourc
 }
 
 /// Whether all tensors that a job needs lie in mapped files.
-pub(super) fn are_mapped(checkpoint: &Checkpoint, wanted: &[Requirement]) -> bool {
+pub(super) fn are_mapped(checkpoint: &Checkpoint, wanted: &[Need]) -> bool {
     wanted.iter().all(|wanted| checkpoint.source().maps_of(checkpoint.tensor(wanted.tensor).file()).is_some())
-}
-
-/// The parts of a requirement's span that the job reads, in order and apart, as spans of the file.
-fn parts(checkpoint: &Checkpoint, job: &Job<'_>, wanted: &Requirement, span: ByteSpan) -> Vec<ByteSpan> {
-    let (gap, whole) = (checkpoint.source().gap_bytes(), checkpoint.tensor(wanted.tensor).span());
-    let mut parts: Vec<ByteSpan> = Vec::new();
-    let mut add = |start: u64, len: u64| {
-        parts.extend(ByteSpan::of_len(start, len).and_then(|part| whole.slice(part)));
-    };
-    match job.source_bytes().filter(|_| wanted.runs.is_empty()) {
-        Some(unit) => {
-            let (_, offset) = job.origin();
-            job.piece.source_bounding_spans(gap.div_ceil(unit), &mut |start, units| {
-                add((offset + start) * unit, units * unit);
-            });
-        }
-        None => wanted.runs.iter().for_each(|runs| runs.for_each_span(gap, &mut add)),
-    }
-    if parts.is_empty() {
-        return vec![span];
-    }
-    parts.sort_unstable();
-    parts.dedup_by(|next, last| {
-        let joined = next.start() <= last.end();
-        if joined && let Some(both) = ByteSpan::new(last.start(), last.end().max(next.end())) {
-            *last = both;
-        }
-        joined
-    });
-    parts
 }
 
 /// Runs `work` over windows of the maps.
@@ -97,8 +66,7 @@ fn parts(checkpoint: &Checkpoint, job: &Job<'_>, wanted: &Requirement, span: Byt
 pub(super) fn through_maps(
     checkpoint: &Checkpoint,
     maps: &dyn Maps,
-    job: &Job<'_>,
-    wanted: &[Requirement],
+    wanted: &[Need],
     windows: &[Window<'_>],
     work: &mut dyn FnMut(&[Window<'_>]),
 ) -> Result<(), ReadError> {
@@ -107,21 +75,23 @@ pub(super) fn through_maps(
         return Ok(());
     };
     let info = checkpoint.tensor(first.tensor);
-    let Some(span) = ByteSpan::new(first.start, first.end).and_then(|span| info.span().slice(span)) else {
+    let in_file = |(start, end)| ByteSpan::new(start, end).and_then(|span| info.span().slice(span));
+    let Some(span) = in_file((first.start(), first.end())) else {
         return Err(ReadError::Internal { what: "a piece leaves its tensor" });
     };
-    if 2 * first.used_bytes < span.len() {
+    if 2 * first.bytes() < span.len() {
         // The pages in between hold bytes that other tiles need.
         maps.will_revisit();
     }
     let mut result = Ok(());
     let mut look = |bytes: &[u8]| {
         let mut all: SmallVec<[Window<'_>; 4]> = SmallVec::from_slice(windows);
-        all.push(Window { bytes, start: first.start });
-        result = through_maps(checkpoint, maps, job, others, &all, work);
+        all.push(Window { bytes, start: first.start() });
+        result = through_maps(checkpoint, maps, others, &all, work);
     };
     let mapped = if maps.is_partial(info.file(), span) {
-        let parts = parts(checkpoint, job, first, span);
+        let spans = first.spans(checkpoint.source().gap_bytes());
+        let parts: Vec<ByteSpan> = spans.into_iter().filter_map(in_file).collect();
         maps.with_parts(info.file(), span, &parts, &mut look)
     } else {
         maps.with(info.file(), span, &mut look)
@@ -130,7 +100,7 @@ pub(super) fn through_maps(
         None => Err(ReadError::Internal { what: "a mapped file is not mapped" }),
         Some(Err(error)) => Err(ReadError::source(&info, span, error)),
         Some(Ok(())) => {
-            maps.used(info.file(), span, first.used_bytes);
+            maps.used(info.file(), span, first.bytes());
             result
         }
     }

@@ -84,11 +84,11 @@ impl Engine {
                     let wanted = job.wanted();
                     for wanted in &wanted {
                         touch(touched, self.checkpoint.tensor(wanted.tensor).file());
-                        self.counters.fetch(mode.path, wanted.used_bytes);
+                        self.counters.fetch(mode.path, wanted.bytes());
                     }
                     match self.source().maps().filter(|_| fetch::are_mapped(&self.checkpoint, &wanted)) {
                         Some(maps) => {
-                            result = fetch::through_maps(&self.checkpoint, maps, &job, &wanted, &[], &mut |windows| {
+                            result = fetch::through_maps(&self.checkpoint, maps, &wanted, &[], &mut |windows| {
                                 scatter(&job, &job.piece, windows, target, mode.stores);
                             });
                         }

@@ -3,8 +3,8 @@
 //! A span of a tiling is cut into parts of its pieces. Each part is a constant or a [`Job`]: a strided set of target elements from
 //! one tensor, or from one quantized tensor with several operands. [`Job::wanted`] returns which bytes of which tensors it reads.
 
-use ckfs_tensor::{ByteRuns, Decode, EncodedLeaf, Need, Origin, Piece, TensorId, Tiling, WorkSlice, needs};
-use smallvec::{SmallVec, smallvec};
+use ckfs_tensor::{Decode, EncodedLeaf, Need, Origin, Piece, Tiling, WorkSlice, needs};
+use smallvec::SmallVec;
 
 /// A part of a view that is made from source bytes.
 #[derive(Clone, Debug)]
@@ -25,20 +25,6 @@ pub(super) enum SpanPart<'a> {
     Job(Job<'a>),
     /// Made by an encoder.
     Encoded(&'a EncodedLeaf, Job<'a>),
-}
-
-/// The bytes of one tensor that a job needs.
-#[derive(Clone, Debug)]
-pub(super) struct Requirement {
-    pub(super) tensor: TensorId,
-    /// First byte, from the tensor's first.
-    pub(super) start: u64,
-    /// One past the last byte.
-    pub(super) end: u64,
-    /// Bytes in between that the job reads.
-    pub(super) used_bytes: u64,
-    /// Their positions, for an operand of a value. The loops of the piece give the positions of plain elements.
-    pub(super) runs: Vec<ByteRuns>,
 }
 
 /// Emits the parts of units `first..last` of a tiling that are in a work slice, in no particular order.
@@ -66,14 +52,6 @@ fn job(tiling: &Tiling, piece: Piece, decoder: u32) -> Job<'_> {
 }
 
 impl Job<'_> {
-    /// Tensor and source unit of the first element.
-    pub(super) fn origin(&self) -> (TensorId, u64) {
-        match self.piece.origin {
-            Origin::Tensor { tensor, offset, .. } => (tensor, offset),
-            Origin::Fill { .. } | Origin::Encoded { .. } => unreachable!("only a stored tensor is read by a job"),
-        }
-    }
-
     /// Bytes of one source unit; `None` for values of quantized tensors.
     pub(super) fn source_bytes(&self) -> Option<u64> {
         self.decode.source_bytes(self.unit_bytes)
@@ -95,33 +73,15 @@ impl Job<'_> {
     }
 
     /// The needed bytes, one entry for each operand, in the order of the kernel's windows.
-    pub(super) fn wanted(&self) -> SmallVec<[Requirement; 1]> {
-        let (tensor, offset) = self.origin();
-        if let Some(value) = self.decode.value() {
-            let wanted = |need: Need<'_>| Requirement {
-                tensor: need.operand.tensor.id,
-                start: need.start(),
-                end: need.end(),
-                used_bytes: need.bytes(),
-                runs: need.runs,
-            };
-            return needs(value, offset, &self.piece.loops).into_iter().map(wanted).collect();
-        }
-        let unit = self.source_bytes().expect("what decodes no value reads elements");
-        smallvec![Requirement {
-            tensor,
-            start: offset * unit,
-            end: (offset + self.piece.source_bounding_units()) * unit,
-            used_bytes: self.piece.units() * unit,
-            runs: Vec::new(),
-        }]
+    pub(super) fn wanted(&self) -> SmallVec<[Need; 1]> {
+        needs(self.decode, self.unit_bytes, &self.piece)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ckfs_tensor::{DType, Shape, SourceTensor, View};
+    use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
 
     fn source(id: u32, extents: &[u64]) -> View {
         let shape = Shape::try_new(extents).unwrap();
@@ -137,7 +97,7 @@ mod tests {
         plan_jobs(&tiling, WorkSlice::WHOLE, 12, 24, &mut |part| {
             let SpanPart::Job(job) = part else { panic!("no constants here") };
             let [wanted] = &job.wanted()[..] else { panic!("one tensor") };
-            found.push((job.piece.start, wanted.tensor.0, wanted.start, wanted.end, wanted.used_bytes));
+            found.push((job.piece.start, wanted.tensor.0, wanted.start(), wanted.end(), wanted.bytes()));
         });
         found.sort_unstable();
         assert_eq!(found, [(0, 0, 2, 2 + 5 * 8 + 2, 12), (6, 1, 2, 2 + 5 * 8 + 2, 12)]);

@@ -97,7 +97,8 @@ mod tests {
             });
             let mut expected = vec![0; len];
             for job in &jobs {
-                let whole: Vec<u8> = (0..rows * columns * 2).map(|at| byte(job.origin().0, at)).collect();
+                let tensor = job.wanted()[0].tensor;
+                let whole: Vec<u8> = (0..rows * columns * 2).map(|at| byte(tensor, at)).collect();
                 scatter(job, &job.piece, &[Window::whole(&whole)], &mut expected, Stores::Cached);
             }
             // And the same bytes as by definition.

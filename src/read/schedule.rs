@@ -9,13 +9,10 @@
 //! nothing.
 
 use ckfs_source::{ByteSpan, FileId};
-use ckfs_tensor::{Loop, Origin, TensorId};
+use ckfs_tensor::{Loop, Need, Origin, TensorId};
 use smallvec::SmallVec;
 
-use super::{
-    ReadError,
-    plan_jobs::{Job, Requirement},
-};
+use super::{ReadError, plan_jobs::Job};
 
 /// Bounds of one batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,7 +112,7 @@ pub(super) fn schedule<'a>(
 
 /// The memory and the spans that a job takes.
 struct JobLayout {
-    wanted: SmallVec<[Requirement; 1]>,
+    wanted: SmallVec<[Need; 1]>,
     memory: Option<MemoryLayout>,
     len_bytes: u64,
     spans: u64,
@@ -129,12 +126,12 @@ fn lay_out(job: &Job<'_>, limits: BatchLimits, locate: Locate<'_>) -> Result<Job
     let (len_bytes, spans) = if let (Some(memory), Some(unit)) = (&memory, job.source_bytes()) {
         (memory.len_units * unit, memory.apart.iter().map(|(extent, _)| extent).product())
     } else {
-        let spans: usize = wanted.iter().map(|wanted| operand_spans(wanted, limits.gap_bytes).len()).sum();
-        (wanted.iter().map(|wanted| wanted.end - wanted.start).sum(), spans as u64)
+        let spans: usize = wanted.iter().map(|wanted| wanted.spans(limits.gap_bytes).len()).sum();
+        (wanted.iter().map(|wanted| wanted.end() - wanted.start()).sum(), spans as u64)
     };
     let Some(first) = wanted.first() else { return Err(ReadError::Internal { what: "a job needs nothing" }) };
     let (file, span) = locate(first.tensor);
-    let first = (file, span.start() + first.start);
+    let first = (file, span.start() + first.start());
     Ok(JobLayout { wanted, memory, len_bytes, spans, first })
 }
 
@@ -148,26 +145,21 @@ impl<'a> Batch<'a> {
     ) -> Result<(), ReadError> {
         let mut windows = SmallVec::new();
         if let (Some(memory), Some(unit), [wanted]) = (&layout.memory, job.source_bytes(), &layout.wanted[..]) {
-            let (at, block) = (self.len_bytes, memory.block_units * unit);
-            let mut result = Ok(());
-            let mut place_at = at;
-            memory.for_each_block(&mut |units| {
-                if result.is_ok() {
-                    result = self.fetch(wanted.tensor, wanted.start + units * unit, block, place_at, locate);
-                    place_at += block;
-                }
-            });
-            result?;
+            let (at, first, block) = (self.len_bytes, wanted.start(), memory.block_units * unit);
+            for (number, units) in (0..).zip(memory.blocks()) {
+                self.fetch(wanted.tensor, first + units * unit, block, at + number * block, locate)?;
+            }
             memory.step_through_memory(&mut job);
             windows.push(BatchWindow { at, len_bytes: layout.len_bytes, start: 0 });
             self.len_bytes += layout.len_bytes;
         } else {
             for wanted in &layout.wanted {
-                let (at, len_bytes) = (self.len_bytes, wanted.end - wanted.start);
-                for (start, end) in operand_spans(wanted, limits.gap_bytes) {
-                    self.fetch(wanted.tensor, start, end - start, at + start - wanted.start, locate)?;
+                let (at, first) = (self.len_bytes, wanted.start());
+                let len_bytes = wanted.end() - first;
+                for (start, end) in wanted.spans(limits.gap_bytes) {
+                    self.fetch(wanted.tensor, start, end - start, at + start - first, locate)?;
                 }
-                windows.push(BatchWindow { at, len_bytes, start: wanted.start });
+                windows.push(BatchWindow { at, len_bytes, start: first });
                 self.len_bytes += len_bytes;
             }
         }
@@ -193,23 +185,6 @@ impl<'a> Batch<'a> {
         }
         Ok(())
     }
-}
-
-/// Spans of an operand's tensor that contain all needed bytes, in order, more than `gap_bytes` apart.
-fn operand_spans(wanted: &Requirement, gap_bytes: u64) -> Vec<(u64, u64)> {
-    let mut spans = Vec::new();
-    for runs in &wanted.runs {
-        runs.for_each_span(gap_bytes, &mut |start, len| spans.push((start, start + len)));
-    }
-    spans.sort_unstable();
-    let mut merged: Vec<(u64, u64)> = Vec::with_capacity(spans.len());
-    for (start, end) in spans {
-        match merged.last_mut() {
-            Some(last) if start <= last.1.saturating_add(gap_bytes) => last.1 = last.1.max(end),
-            Some(_) | None => merged.push((start, end)),
-        }
-    }
-    merged
 }
 
 /// The layout of strided source units in memory, without the larger gaps between them.
@@ -252,17 +227,16 @@ impl MemoryLayout {
         Self { apart, indices, block_units, len_units }
     }
 
-    /// Calls `each` with the first unit of each block, relative to the first of all, in order.
-    fn for_each_block(&self, each: &mut dyn FnMut(u64)) {
-        fn turns(apart: &[(u64, u64)], start: u64, each: &mut dyn FnMut(u64)) {
-            match apart.split_first() {
-                None => each(start),
-                Some(((extent, stride), inner)) => {
-                    (0..*extent).for_each(|turn| turns(inner, start + turn * stride, each));
-                }
-            }
-        }
-        turns(&self.apart, 0, each);
+    /// The first unit of each block, relative to the first of all, in order.
+    fn blocks(&self) -> impl Iterator<Item = u64> {
+        (0..self.len_units / self.block_units).map(|mut number| {
+            let place = |at: u64, (extent, stride): &(u64, u64)| {
+                let turn = number % extent;
+                number /= extent;
+                at + turn * stride
+            };
+            self.apart.iter().rev().fold(0, place)
+        })
     }
 
     /// Changes the loops of a job to loops over its blocks in memory.

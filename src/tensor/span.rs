@@ -9,7 +9,7 @@
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    Digit, Operand, Origin, Piece, TensorId, Tiling, Value,
+    Decode, Digit, Operand, Origin, Piece, TensorId, Tiling,
     gather::Loop,
     pages::ByteRuns,
     part::{for_each_nest, split_at_borders},
@@ -17,16 +17,16 @@ use super::{
     tiling::{Loops, normalize},
 };
 
-/// The bytes of one operand that a piece needs.
+/// The bytes of one tensor that a piece needs.
 #[derive(Clone, Debug)]
-pub struct Need<'a> {
-    /// The operand.
-    pub operand: &'a Operand,
-    /// The bytes, counted from the first of the operand's tensor. Not empty.
-    pub runs: Vec<ByteRuns>,
+pub struct Need {
+    /// The tensor.
+    pub tensor: TensorId,
+    /// The bytes, counted from the first of the tensor. Not empty.
+    pub runs: SmallVec<[ByteRuns; 1]>,
 }
 
-impl Need<'_> {
+impl Need {
     /// First byte.
     ///
     /// # Panics
@@ -47,13 +47,52 @@ impl Need<'_> {
     pub fn bytes(&self) -> u64 {
         self.runs.iter().map(ByteRuns::bytes).sum::<u64>().min(self.end() - self.start())
     }
+
+    /// First byte and one past the last of spans that contain all needed bytes, in order, more than `gap` bytes apart.
+    pub fn spans(&self, gap: u64) -> Vec<(u64, u64)> {
+        let mut spans = Vec::new();
+        for runs in &self.runs {
+            runs.for_each_span(gap, &mut |start, len| spans.push((start, start + len)));
+        }
+        spans.sort_unstable();
+        spans.dedup_by(|next, last| {
+            let joined = next.0 <= last.1.saturating_add(gap);
+            if joined {
+                last.1 = last.1.max(next.1);
+            }
+            joined
+        });
+        spans
+    }
 }
 
-/// The bytes of each operand of `value` that the elements at `offset` and these loops need, in the order of
-/// [`Value::for_each_operand`].
-pub fn needs<'a>(value: &'a Value, offset: u64, loops: &[Loop]) -> SmallVec<[Need<'a>; 4]> {
-    let mut needs = SmallVec::new();
-    value.for_each_operand(&mut |operand| needs.push(Need { operand, runs: operand_runs(operand, offset, loops) }));
+/// The bytes of each tensor that a piece of a stored tensor needs: of that tensor, or of each operand of the value that it is decoded
+/// from, in the order of [`Value::for_each_operand`](super::Value::for_each_operand). Target units have `unit_bytes`.
+pub fn needs(decode: &Decode, unit_bytes: u64, piece: &Piece) -> SmallVec<[Need; 1]> {
+    needs_of(decode, unit_bytes, piece, &|_, _| true)
+}
+
+/// As [`needs`], of operands that are wanted, by their number and tensor.
+fn needs_of(
+    decode: &Decode,
+    unit_bytes: u64,
+    piece: &Piece,
+    is_wanted: &dyn Fn(usize, TensorId) -> bool,
+) -> SmallVec<[Need; 1]> {
+    let Origin::Tensor { tensor, offset, .. } = piece.origin else { return SmallVec::new() };
+    let Some(value) = decode.value() else {
+        let bits = 8 * decode.source_bytes(unit_bytes).expect("what decodes no value reads elements");
+        let loops = piece.loops.iter().map(|l| (l.extent, l.source_stride * bits));
+        return smallvec![Need { tensor, runs: smallvec![byte_runs(offset * bits, loops, bits)] }];
+    };
+    let (mut needs, mut number) = (SmallVec::new(), 0);
+    value.for_each_operand(&mut |operand| {
+        let tensor = operand.tensor.id;
+        if is_wanted(number, tensor) {
+            needs.push(Need { tensor, runs: operand_runs(operand, offset, &piece.loops).into() });
+        }
+        number += 1;
+    });
     needs
 }
 
@@ -179,17 +218,6 @@ fn byte_runs(start: u64, loops: impl Iterator<Item = (u64, u64)>, width: u64) ->
     ByteRuns::new(start / 8, bytes, (start % 8 + run).div_ceil(8))
 }
 
-/// The runs of a piece.
-type PieceRuns = SmallVec<[(TensorId, ByteRuns); 1]>;
-
-/// The runs of what an encoder makes: those of all pieces that it is made from.
-fn of_encoded(tiling: &Tiling, piece: &Piece, of: &dyn Fn(&Tiling, &Piece) -> PieceRuns) -> PieceRuns {
-    let mut found = PieceRuns::new();
-    // A view without a tiling was refused when the plan was made.
-    let _ = tiling.for_each_stored_piece(piece, &mut |tiling, piece| found.extend(of(tiling, piece)));
-    found
-}
-
 impl ByteRuns {
     /// As [`ByteRuns::of`], but of all operands of a decoder whose tensors are wanted.
     pub fn of_some(
@@ -197,38 +225,28 @@ impl ByteRuns {
         piece: &Piece,
         is_wanted: &dyn Fn(TensorId) -> bool,
     ) -> SmallVec<[(TensorId, Self); 1]> {
-        if let Origin::Encoded { .. } = piece.origin {
-            return of_encoded(tiling, piece, &|tiling, piece| Self::of_some(tiling, piece, is_wanted));
-        }
-        let Origin::Tensor { offset, decoder, .. } = piece.origin else { return SmallVec::new() };
-        let Some(value) = tiling.decoders()[decoder as usize].value() else { return Self::of(tiling, piece) };
+        Self::of_operands(tiling, piece, &|_, tensor| is_wanted(tensor))
+    }
+
+    /// The runs that a piece reads, with their tensor; of what an encoder makes, those of all pieces that it is made from. None if it
+    /// is filled with a constant. Of a quantized tensor only the codes, which may be several sets of runs.
+    pub fn of(tiling: &Tiling, piece: &Piece) -> SmallVec<[(TensorId, Self); 1]> {
+        Self::of_operands(tiling, piece, &|number, _| number == 0)
+    }
+
+    fn of_operands(
+        tiling: &Tiling,
+        piece: &Piece,
+        is_wanted: &dyn Fn(usize, TensorId) -> bool,
+    ) -> SmallVec<[(TensorId, Self); 1]> {
         let mut found = SmallVec::new();
-        value.for_each_operand(&mut |operand| {
-            let id = operand.tensor.id;
-            if is_wanted(id) {
-                found.extend(operand_runs(operand, offset, &piece.loops).into_iter().map(|runs| (id, runs)));
+        // A view without a tiling was refused when the plan was made.
+        let _ = tiling.for_each_stored_piece(piece, &mut |tiling, piece| {
+            let Origin::Tensor { decoder, .. } = piece.origin else { return };
+            for need in needs_of(&tiling.decoders()[decoder as usize], tiling.unit_bytes(), piece, is_wanted) {
+                found.extend(need.runs.into_iter().map(|runs| (need.tensor, runs)));
             }
         });
         found
-    }
-
-    /// The runs that a piece reads, with their tensor. None if it is filled with a constant. Of a quantized tensor only the codes,
-    /// which may be several sets of runs.
-    ///
-    /// # Panics
-    /// Never: what decodes no value reads elements of whole bytes.
-    pub fn of(tiling: &Tiling, piece: &Piece) -> SmallVec<[(TensorId, Self); 1]> {
-        if let Origin::Encoded { .. } = piece.origin {
-            return of_encoded(tiling, piece, &Self::of);
-        }
-        let Origin::Tensor { tensor, offset, decoder } = piece.origin else { return SmallVec::new() };
-        let decode = &tiling.decoders()[decoder as usize];
-        if let Some(value) = decode.value() {
-            return operand_runs(&value.load, offset, &piece.loops).into_iter().map(|runs| (tensor, runs)).collect();
-        }
-        let unit = decode.source_bytes(tiling.unit_bytes()).expect("what decodes no value reads elements");
-        let bits = 8 * unit;
-        let loops = piece.loops.iter().map(|l| (l.extent, l.source_stride * bits));
-        smallvec![(tensor, byte_runs(offset * bits, loops, bits))]
     }
 }

@@ -264,30 +264,7 @@ impl Piece {
 
     /// Number of source units from the first to the last that the piece reads, both included.
     pub fn source_bounding_units(&self) -> u64 {
-        bounding_units(&self.loops)
-    }
-
-    /// Emits bounding spans of the source units that the piece reads: the first unit, relative to its offset, and their number. The
-    /// spans contain no gap of `gap` units or more.
-    pub fn source_bounding_spans(&self, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
-        bounding_spans(&self.loops, 0, gap, emit);
-    }
-}
-
-/// Number of source units from the first to the last that these loops read, both included.
-fn bounding_units(loops: &[Loop]) -> u64 {
-    loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1
-}
-
-fn bounding_spans(loops: &[Loop], start: u64, gap: u64, emit: &mut dyn FnMut(u64, u64)) {
-    let Some(widest) = (0..loops.len()).max_by_key(|index| loops[*index].source_stride) else { return emit(start, 1) };
-    let mut rest = Loops::from_slice(loops);
-    let l = rest.remove(widest);
-    if l.source_stride < bounding_units(&rest) + gap {
-        return emit(start, bounding_units(loops));
-    }
-    for turn in 0..l.extent {
-        bounding_spans(&rest, start + turn * l.source_stride, gap, emit);
+        self.loops.iter().map(|l| (l.extent - 1) * l.source_stride).sum::<u64>() + 1
     }
 }
 

@@ -251,8 +251,8 @@ pub fn gathered_from(tiling: &Tiling, stretch_units: u64, tensors: &HashMap<Tens
                     target_offset: piece.start - low,
                 };
                 // Only the windows of the sources that the piece may read, and in them only the needed bytes.
-                if let Some(value) = decode.value() {
-                    let needs = needs(value, offset, &piece.loops);
+                if decode.value().is_some() {
+                    let needs = needs(decode, width, &piece);
                     let bytes: Vec<Vec<u8>> = needs.iter().map(|need| needed(need, tensors)).collect();
                     let windows: Vec<Window<'_>> =
                         needs.iter().zip(&bytes).map(|(need, bytes)| Window { bytes, start: need.start() }).collect();
@@ -272,12 +272,12 @@ pub fn gathered_from(tiling: &Tiling, stretch_units: u64, tensors: &HashMap<Tens
 }
 
 /// The window of an operand, with noise in bytes that are not needed.
-fn needed(need: &Need<'_>, tensors: &HashMap<TensorId, Vec<u8>>) -> Vec<u8> {
+fn needed(need: &Need, tensors: &HashMap<TensorId, Vec<u8>>) -> Vec<u8> {
     let mut window = vec![0xa7; (need.end() - need.start()) as usize];
     for runs in &need.runs {
         runs.for_each_span(0, &mut |start, len| {
             let from = (start - need.start()) as usize..(start - need.start() + len) as usize;
-            let bytes = &tensors[&need.operand.tensor.id][start as usize..(start + len) as usize];
+            let bytes = &tensors[&need.tensor][start as usize..(start + len) as usize];
             window[from].copy_from_slice(bytes);
         });
     }

@@ -624,9 +624,9 @@ fn shards_need_their_own_bytes() {
 fn needed_bytes(view: &View) -> u64 {
     let tiling = view.lower().unwrap();
     let of = |piece: &ckfs::tensor::Piece| match piece.origin {
-        ckfs::tensor::Origin::Tensor { offset, decoder, .. } => {
-            let value = tiling.decoders()[decoder as usize].value().unwrap();
-            needs(value, offset, &piece.loops).iter().map(ckfs::tensor::Need::bytes).sum()
+        ckfs::tensor::Origin::Tensor { decoder, .. } => {
+            let needs = needs(&tiling.decoders()[decoder as usize], tiling.unit_bytes(), piece);
+            needs.iter().map(ckfs::tensor::Need::bytes).sum()
         }
         ckfs::tensor::Origin::Fill { .. } | ckfs::tensor::Origin::Encoded { .. } => 0,
     };

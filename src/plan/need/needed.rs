@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::{ByteSpan, FileId};
-use ckfs_tensor::{ByteRuns, Op, Origin, Piece, Region, Shape, TensorId, Tiling, View, needs, to_usize};
+use ckfs_tensor::{ByteRuns, Op, Region, Shape, TensorId, Tiling, View, to_usize};
 use smallvec::SmallVec;
 
 use super::super::{Plan, PlannedTensor};
@@ -131,27 +131,7 @@ pub(crate) fn for_each_of_part(
 
 /// The runs of all pieces, of quantized tensors those of every operand.
 pub(crate) fn runs_of(tiling: &Tiling) -> impl Iterator<Item = (TensorId, ByteRuns)> {
-    tiling.pieces().iter().flat_map(move |piece| {
-        let mut found = Vec::new();
-        // A view without a tiling was refused when the plan was made.
-        let _ = tiling.for_each_stored_piece(piece, &mut |tiling, piece| found.extend(of_piece(tiling, piece)));
-        found
-    })
-}
-
-/// The runs of a piece of a stored tensor.
-fn of_piece(tiling: &Tiling, piece: &Piece) -> Vec<(TensorId, ByteRuns)> {
-    let Origin::Tensor { offset, decoder, .. } = piece.origin else { return Vec::new() };
-    match tiling.decoders()[decoder as usize].value() {
-        Some(value) => {
-            let of_operand = |need: ckfs_tensor::Need<'_>| {
-                let id = need.operand.tensor.id;
-                need.runs.into_iter().map(move |runs| (id, runs))
-            };
-            needs(value, offset, &piece.loops).into_iter().flat_map(of_operand).collect()
-        }
-        None => ByteRuns::of(tiling, piece).into_vec(),
-    }
+    tiling.pieces().iter().flat_map(|piece| ByteRuns::of_some(tiling, piece, &|_| true))
 }
 
 #[cfg(test)]
