@@ -4,7 +4,7 @@
 //! Element operators append to the parts' decoder and move nothing. Sums and products of two views cut the parts of both
 //! until each has elements of one part of either side (see [`combine`](super::combine)).
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, mem::take, sync::Arc};
 
 use smallvec::SmallVec;
 
@@ -22,14 +22,6 @@ use super::{
     view::{Op, View},
 };
 
-/// The decoder of a part so far: the loaded value, then `steps`, after which the value is exact in `dtype`.
-#[derive(Clone, Debug, PartialEq)]
-struct Chain {
-    load: Load,
-    steps: Vec<Step>,
-    dtype: DType,
-}
-
 /// Some of the indexes of an axis.
 #[derive(Clone, Copy, Debug)]
 struct Cut {
@@ -41,7 +33,8 @@ struct Cut {
 
 #[derive(Debug, Default)]
 struct Lowering {
-    chains: Vec<Chain>,
+    /// The decoders of parts so far: the loaded value, then steps, after which the value is exact in the target type.
+    chains: Vec<Program>,
     /// The tensors of the parts, for decoders that read several.
     tensors: HashMap<TensorId, SourceTensor>,
     /// What encoders make.
@@ -102,7 +95,7 @@ impl Tiling {
 }
 
 impl Lowering {
-    fn chain(&mut self, chain: Chain) -> u32 {
+    fn chain(&mut self, chain: Program) -> u32 {
         // There are few chains, unless each tensor has its own scales. Those are never equal, so that only the plain chains
         // are worth a search, and they come first.
         let found = self.chains.iter().take(32).position(|other| *other == chain);
@@ -115,7 +108,7 @@ impl Lowering {
 
     /// The decoder of elements that stay as they are.
     fn plain(&mut self, dtype: DType) -> u32 {
-        self.chain(Chain { load: Load::Element(dtype), steps: Vec::new(), dtype })
+        self.chain(Program { load: Load::Element(dtype), steps: Vec::new(), target: dtype })
     }
 
     /// Appends steps to the decoder of each part.
@@ -127,7 +120,7 @@ impl Lowering {
             part.chain = new.unwrap_or_else(|| {
                 let mut chain = self.chains[old as usize].clone();
                 chain.steps.extend_from_slice(steps);
-                chain.dtype = dtype;
+                chain.target = dtype;
                 let new = self.chain(chain);
                 known.push((old, new));
                 new
@@ -137,86 +130,60 @@ impl Lowering {
 
     /// The parts of a view of which only some indexes are wanted. Stacks lower just the operands that have any: a device may hold
     /// few of very many experts.
-    fn parts(&mut self, view: &View, cuts: &[Cut]) -> Result<Vec<Part>, TilingError> {
+    fn parts(&mut self, view: &View, mut cuts: &[Cut]) -> Result<Vec<Part>, TilingError> {
+        let dtype = view.dtype();
+        // Some operators take the cuts, to have just parts of their operands. Those left are made of the parts of the view.
         let mut parts = match view.op() {
             Op::Slice { of, axis, start, stop, step } => {
                 let own = Cut { axis: *axis, start: *start, stop: *stop, step: *step };
-                let cuts: SmallVec<[Cut; 4]> = std::iter::once(own).chain(cuts.iter().copied()).collect();
+                let cuts: SmallVec<[Cut; 4]> = std::iter::once(own).chain(take(&mut cuts).iter().copied()).collect();
                 self.parts(of, &cuts)?
             }
-            Op::Stack { of, axis } => self.stack(of, *axis, cuts)?,
+            Op::Stack { of, axis } => self.stack(of, *axis, take(&mut cuts))?,
             Op::Transpose { of, axes } => {
-                let cuts: SmallVec<[Cut; 4]> = cuts.iter().map(|cut| Cut { axis: axes[cut.axis], ..*cut }).collect();
+                let cuts: SmallVec<[Cut; 4]> =
+                    take(&mut cuts).iter().map(|cut| Cut { axis: axes[cut.axis], ..*cut }).collect();
                 self.parts(of, &cuts)?.into_iter().map(|part| transpose(&part, axes)).collect()
             }
-            Op::Cast { of } => self.element_wise(of, view.dtype(), None, cuts)?,
+            Op::Cast { of } => self.element_wise(of, dtype, None, take(&mut cuts))?,
             Op::Multiply { of, factor, flush } => {
-                self.element_wise(of, view.dtype(), Some(Step::multiply(*factor, *flush)), cuts)?
+                self.element_wise(of, dtype, Some(Step::multiply(*factor, *flush)), take(&mut cuts))?
             }
-            Op::Add { of, addend } => self.element_wise(of, view.dtype(), Some(Step::add(*addend)), cuts)?,
-            Op::Exp { of } => self.element_wise(of, view.dtype(), Some(Step::Exp), cuts)?,
-            Op::Source(_)
-            | Op::Mosaic(_)
-            | Op::Fill(_)
-            | Op::Gather { .. }
-            | Op::Reshape { .. }
-            | Op::Concat { .. }
-            | Op::Pad { .. }
-            | Op::Sum { .. }
-            | Op::Product { .. }
-            | Op::Quantized(_)
-            | Op::Encoded { .. } => {
-                let parts = self.uncut(view)?;
-                cuts.iter().try_fold(parts, |parts, cut| slice(&parts, cut.axis, cut.start, cut.stop, cut.step))?
+            Op::Add { of, addend } => self.element_wise(of, dtype, Some(Step::add(*addend)), take(&mut cuts))?,
+            Op::Exp { of } => self.element_wise(of, dtype, Some(Step::Exp), take(&mut cuts))?,
+            Op::Source(tensor) => {
+                self.tensors.entry(tensor.id).or_insert_with(|| tensor.clone());
+                whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, self.plain(dtype))
             }
+            Op::Mosaic(mosaic) => self.mosaic(mosaic)?,
+            Op::Quantized(value) => {
+                let load = Load::Value(Arc::clone(value));
+                let target = if dtype.is_float() { dtype } else { DType::U8 };
+                let chain = self.chain(Program { load, steps: Vec::new(), target });
+                whole(view.shape(), Base::Tensor { tensor: value.load.tensor.id, offset: 0 }, chain)
+            }
+            Op::Encoded { of, part } => {
+                let leaf = u32::try_from(self.encoded.len()).expect("a view has fewer leaves than 2^32");
+                self.encoded.push(EncodedLeaf { encoding: Arc::clone(of), part: *part });
+                whole(view.shape(), Base::Encoded { leaf, offset: 0 }, self.plain(dtype))
+            }
+            Op::Fill(element) => whole(view.shape(), Base::Fill(*element), self.plain(dtype)),
+            Op::Gather { of, axis, runs } => gather(&self.parts(of, &[])?, *axis, runs)?,
+            Op::Reshape { of } => reshape(&self.parts(of, &[])?, of.shape(), view.shape())?,
+            Op::Concat { of, axis } => self.concat(of, *axis)?,
+            Op::Pad { of, axis, before, after } => self.pad(view, of, *axis, *before, *after)?,
+            Op::Sum { of } => self.combine(of, view, Operation::Add)?,
+            Op::Product { of, flush: false } => self.combine(of, view, Operation::Multiply)?,
+            Op::Product { of, flush: true } => self.combine(of, view, Operation::MultiplyFlush)?,
         };
+        for cut in cuts {
+            parts = slice(&parts, cut.axis, cut.start, cut.stop, cut.step)?;
+        }
         if view.shape().is_empty() {
             parts.clear();
         }
         limit(&parts)?;
         Ok(parts)
-    }
-
-    /// The parts of a view with all of its indexes.
-    fn uncut(&mut self, view: &View) -> Result<Vec<Part>, TilingError> {
-        match view.op() {
-            Op::Source(tensor) => {
-                self.tensors.entry(tensor.id).or_insert_with(|| tensor.clone());
-                let chain = self.plain(tensor.dtype);
-                Ok(whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, chain))
-            }
-            Op::Mosaic(mosaic) => self.mosaic(mosaic),
-            Op::Quantized(value) => {
-                let load = Load::Value(Arc::clone(value));
-                let dtype = if view.dtype().is_float() { view.dtype() } else { DType::U8 };
-                let chain = self.chain(Chain { load, steps: Vec::new(), dtype });
-                Ok(whole(view.shape(), Base::Tensor { tensor: value.load.tensor.id, offset: 0 }, chain))
-            }
-            Op::Encoded { of, part } => {
-                let chain = self.plain(view.dtype());
-                let leaf = u32::try_from(self.encoded.len()).expect("a view has fewer leaves than 2^32");
-                self.encoded.push(EncodedLeaf { encoding: Arc::clone(of), part: *part });
-                Ok(whole(view.shape(), Base::Encoded { leaf, offset: 0 }, chain))
-            }
-            Op::Fill(element) => {
-                let chain = self.plain(element.dtype());
-                Ok(whole(view.shape(), Base::Fill(*element), chain))
-            }
-            Op::Gather { of, axis, runs } => gather(&self.parts(of, &[])?, *axis, runs),
-            Op::Reshape { of } => reshape(&self.parts(of, &[])?, of.shape(), view.shape()),
-            Op::Concat { of, axis } => self.concat(of, *axis),
-            Op::Pad { of, axis, before, after } => self.pad(view, of, *axis, *before, *after),
-            Op::Sum { of } => self.combine(of, view, Operation::Add),
-            Op::Product { of, flush: false } => self.combine(of, view, Operation::Multiply),
-            Op::Product { of, flush: true } => self.combine(of, view, Operation::MultiplyFlush),
-            Op::Slice { .. }
-            | Op::Stack { .. }
-            | Op::Transpose { .. }
-            | Op::Cast { .. }
-            | Op::Multiply { .. }
-            | Op::Add { .. }
-            | Op::Exp { .. } => self.parts(view, &[]),
-        }
     }
 
     /// The parts of an operation on each element, which rounds its results.
@@ -260,34 +227,34 @@ impl Lowering {
         Ok(all)
     }
 
-    /// The decoder of the elements that two parts have in common, and what they are then.
-    fn combined(&self, left: &Operands, right: &Operands, operation: Operation, dtype: DType) -> Combined {
+    /// The base and the decoder of the elements that two parts have in common.
+    fn combined(&self, left: &Operands, right: &Operands, operation: Operation, dtype: DType) -> (Base, Program) {
         let chain = |side: &Operands| &self.chains[side.chain as usize];
         let constant = |side: &Operands| match side.base {
             Base::Fill(element) => Some(constant(chain(side), &element)),
             Base::Tensor { .. } | Base::Encoded { .. } => None,
         };
-        let rounded = |chain: &Chain, constant: u32| {
-            let mut steps = chain.steps.clone();
+        let rounded = |side: &Operands, constant: u32| {
+            let mut steps = chain(side).steps.clone();
             steps.push(Step::Compute(operation, Term::Constant(f32::from_bits(constant))));
             steps.push(Step::Round(dtype));
-            Chain { load: chain.load.clone(), steps, dtype }
+            (side.base, Program { load: chain(side).load.clone(), steps, target: dtype })
         };
+        let made = |base: Base, load: Load| (base, Program { load, steps: vec![Step::Round(dtype)], target: dtype });
         let fill = |bits: u32| {
             let element = Element::from_bytes(DType::F32, &bits.to_le_bytes()).expect("four bytes are an F32");
-            Combined::Fill(element, Chain { load: Load::Element(DType::F32), steps: vec![Step::Round(dtype)], dtype })
+            made(Base::Fill(element), Load::Element(DType::F32))
         };
         match (constant(left), constant(right)) {
             (Some(a), Some(b)) => fill(row::one(operation)(a, b)),
             // The first NaN is the result, whatever the second operand is.
             (Some(a), None) if f32::from_bits(a).is_nan() => fill(row::one(operation)(a, 0)),
             // Otherwise a sum and a product of two numbers do not depend on their order.
-            (Some(a), None) => Combined::Tensor { base: right.base, chain: rounded(chain(right), a) },
-            (None, Some(b)) => Combined::Tensor { base: left.base, chain: rounded(chain(left), b) },
+            (Some(a), None) => rounded(right, a),
+            (None, Some(b)) => rounded(left, b),
             (None, None) => {
                 let value = self.value(left).then(operation, self.value(right));
-                let chain = Chain { load: Load::Value(Arc::new(value)), steps: vec![Step::Round(dtype)], dtype };
-                Combined::Tensor { base: left.base, chain }
+                made(left.base, Load::Value(Arc::new(value)))
             }
         }
     }
@@ -311,18 +278,15 @@ impl Lowering {
         }
     }
 
-    fn combined_part(&mut self, met: &Operands, combined: &Combined, rank: usize) -> Part {
-        let (part, chain) = match combined {
-            Combined::Fill(element, chain) => (met.plain(rank, Base::Fill(*element)), chain.clone()),
-            Combined::Tensor { base, chain } => match &chain.load {
-                Load::Element(_) => (met.plain(rank, *base), chain.clone()),
-                Load::Value(value) => {
-                    let (part, value) = met.valued(rank, value);
-                    (part, Chain { load: Load::Value(value), ..chain.clone() })
-                }
-            },
+    fn combined_part(&mut self, met: &Operands, (base, chain): &(Base, Program), rank: usize) -> Part {
+        let (part, load) = match &chain.load {
+            Load::Element(_) => (met.plain(rank, *base), chain.load.clone()),
+            Load::Value(value) => {
+                let (part, value) = met.valued(rank, value);
+                (part, Load::Value(value))
+            }
         };
-        Part { chain: self.chain(chain), ..part }
+        Part { chain: self.chain(Program { load, ..chain.clone() }), ..part }
     }
 
     /// A part for each box, and for each region in no box.
@@ -425,7 +389,7 @@ impl Lowering {
             }
         }
         // Packed integers are made byte by byte, and so are those beside them.
-        let is_packed = |chain: &Chain| matches!(chain.load, Load::Value(_)) && !chain.dtype.is_float();
+        let is_packed = |chain: &Program| matches!(chain.load, Load::Value(_)) && !chain.target.is_float();
         let width = if self.chains.iter().any(is_packed) { unit.bytes } else { 1 };
         let strides = shape.strides();
         let mut pieces = Vec::with_capacity(parts.len());
@@ -467,33 +431,22 @@ impl Lowering {
     }
 }
 
-/// What the common elements of two parts are.
-enum Combined {
-    /// Elements of tensors, decoded.
-    Tensor { base: Base, chain: Chain },
-    /// One constant.
-    Fill(Element, Chain),
-}
-
 /// F32 bits of a constant after the steps of its decoder.
-fn constant(chain: &Chain, element: &Element) -> u32 {
-    let program = Program { load: chain.load.clone(), steps: chain.steps.clone(), target: DType::F32 };
+fn constant(chain: &Program, element: &Element) -> u32 {
     let mut bits = [0; 4];
-    convert_row(&program, element.unit_bytes(), &mut bits);
+    convert_row(&Program { target: DType::F32, ..chain.clone() }, element.unit_bytes(), &mut bits);
     u32::from_le_bytes(bits)
 }
 
 /// The decoder of a finished chain. The encoding itself is the last rounding.
-fn decode(chain: &Chain) -> Decode {
+fn decode(chain: &Program) -> Decode {
     if chain.steps.is_empty() && matches!(chain.load, Load::Element(_)) {
         return Decode::Copy;
     }
-    let mut steps = chain.steps.clone();
-    if steps.last() == Some(&Step::Round(chain.dtype)) {
-        steps.pop();
-    }
+    let mut program = chain.clone();
     // A cast through other types and back still rounds and still makes NaNs quiet: `steps` is then not empty.
-    Decode::Program(Program { load: chain.load.clone(), target: chain.dtype, steps })
+    program.steps.pop_if(|step| *step == Step::Round(chain.target));
+    Decode::Program(program)
 }
 
 fn fill_bytes(decode: &Decode, element: &Element) -> [u8; 8] {
