@@ -6,27 +6,27 @@
 //!
 //! A factor needs the greatest magnitude of whole matrices. The first thread that needs it reads them, others wait for that one.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicU64, Ordering},
+use std::{
+    num::NonZeroUsize,
+    sync::{Arc, OnceLock},
 };
 
-use ckfs_source::FileId;
-use ckfs_sync::{Demand, Request, Reservation};
+use ckfs_sync::{Demand, Request, Reservation, RoomPolicy, Shelf, SingleFlight, Situation, Verdict, Weight};
 use ckfs_tensor::{
-    Band, EncodedLeaf, EncodedMatrices, EncodedPart, Origin, Shape, Tiling, Uncodable, View, Window,
+    Band, EncodedLeaf, EncodedMatrices, EncodedPart, Origin, Piece, Shape, Tiling, Uncodable, View, Window,
     greatest_magnitude, to_usize, unravel,
 };
+use lru::LruCache;
+use parking_lot::Mutex;
 
 use super::{
     Engine, ReadError,
-    band_store::{BandInput, BandScales, Reduced, SCALE_BYTES_MAX, SCALE_PART},
     buffer::Buffer,
     counters::Path,
     fill::{FillMode, TouchedFiles, touch},
     plan_jobs::Job,
     scatter::scatter,
-    tile::{Tile, TileKey},
+    tile::TileKey,
 };
 
 /// Elements of which a reduction finds the greatest magnitude at a time.
@@ -35,32 +35,82 @@ const REDUCED_ELEMENTS: u64 = 1 << 20;
 /// Bit of a tile's file that marks an encoding.
 const ENCODED: u64 = 1 << 63;
 
-/// The bytes of a part of a band.
-enum BandBytes {
-    Tile(TileKey, Arc<Tile>),
-    /// For this request alone.
-    Alone(Buffer),
-    Scales(Arc<BandScales>),
-    /// Those that follow the scales.
-    Biases(Arc<BandScales>),
-    Factor([u8; 4]),
+/// Most lowered inputs that are kept.
+const LOWERED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
+
+/// Most reductions that are kept.
+const REDUCTIONS_MAX: usize = 1 << 16;
+
+/// Most bytes of scales that are kept, and the part of the tile cache that this is at most.
+const SCALE_BYTES_MAX: usize = 64 << 20;
+const SCALE_PART: usize = 8;
+
+/// The greatest magnitude of one matrix of an encoding, or of those that share a factor.
+#[derive(Debug)]
+struct Reduced {
+    greatest: f32,
+    files: TouchedFiles,
 }
 
-impl BandBytes {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Tile(_, tile) => &tile.bytes,
-            Self::Alone(buffer) => buffer,
-            Self::Scales(scales) => &scales.bytes,
-            Self::Biases(scales) => &scales.bytes[scales.bytes.len() / 2..],
-            Self::Factor(bytes) => bytes,
-        }
+impl Weight for Reduced {
+    fn weight_bytes(&self) -> usize {
+        1
     }
 }
 
-fn touch_all(touched: &mut TouchedFiles, files: &[FileId]) {
-    for file in files {
-        touch(touched, *file);
+/// Keeps the last reductions.
+#[derive(Debug)]
+struct LastReductions;
+
+impl RoomPolicy<(u64, u64), Reduced> for LastReductions {
+    type Ask = ();
+    type Room = ();
+    type Error = ReadError;
+
+    fn room(
+        &mut self,
+        shelf: &mut Shelf<(u64, u64), Reduced>,
+        _: &(u64, u64),
+        (): &(),
+        _: Demand,
+        _: Situation,
+    ) -> Verdict<(), Reduced> {
+        Verdict::Make((), shelf.pop_until(REDUCTIONS_MAX))
+    }
+}
+
+/// The scales of a band, and the files of its weights.
+#[derive(Debug)]
+struct BandScales {
+    bytes: Vec<u8>,
+    files: TouchedFiles,
+}
+
+impl Weight for BandScales {
+    fn weight_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+}
+
+/// What the engine keeps of encoders.
+pub(super) struct Encoded {
+    /// The inputs of encodings by id, and (`true`) the scales with which they are stored, where these are kept.
+    lowered: Mutex<LruCache<(u64, bool), Arc<Tiling>>>,
+    reductions: SingleFlight<(u64, u64), Reduced, LastReductions>,
+    /// Scales of bands, the last ones.
+    scales: Mutex<Shelf<(u64, u64), BandScales>>,
+    /// Room for scales in the memory of tiles, once any were made.
+    room: OnceLock<Option<Reservation>>,
+}
+
+impl Default for Encoded {
+    fn default() -> Self {
+        Self {
+            lowered: Mutex::new(LruCache::new(LOWERED_MAX)),
+            reductions: SingleFlight::new(LastReductions, Arc::default()),
+            scales: Mutex::new(Shelf::new()),
+            room: OnceLock::new(),
+        }
     }
 }
 
@@ -90,72 +140,64 @@ impl Engine {
             let band = bands.band_of(leaf.part, offset);
             let (inside, outside) = piece.cut_source(band.first + band.count - offset);
             left.extend(outside);
-            let made = self.band_bytes(leaf, band, touched, mode)?;
-            let windows = [Window { bytes: made.bytes(), start: band.first * width }];
-            let mut units = 0;
-            for piece in inside {
-                units += piece.units();
-                scatter(job, &piece, &windows, target, mode.stores);
-            }
-            if let BandBytes::Tile(key, tile) = &made {
-                let before = tile.served.fetch_add(units * width, Ordering::Relaxed);
-                if before + units * width >= tile.bytes.len() as u64 {
-                    self.rooms.cache.forget(key);
-                }
-            }
+            self.with_band(leaf, band, touched, mode, &mut |bytes| {
+                let windows = [Window { bytes, start: band.first * width }];
+                inside.iter().for_each(|piece| scatter(job, piece, &windows, target, mode.stores));
+                inside.iter().map(Piece::units).sum::<u64>() * width
+            })?;
         }
         Ok(())
     }
 
-    /// A part of a band.
-    fn band_bytes(
+    /// Passes the bytes of a part of a band to `work`, which returns how many it took.
+    fn with_band(
         &self,
         leaf: &EncodedLeaf,
         band: Band,
         touched: &mut TouchedFiles,
         mode: FillMode,
-    ) -> Result<BandBytes, ReadError> {
+        work: &mut dyn FnMut(&[u8]) -> u64,
+    ) -> Result<(), ReadError> {
         let encoding = &leaf.encoding;
-        let made = match leaf.part {
+        match leaf.part {
             EncodedPart::Factor => {
-                let reduced = self.reduced(encoding, band.number, mode)?;
-                touch_all(touched, &reduced.files);
-                BandBytes::Factor(encoding.bands().encoder().factor(reduced.greatest).to_le_bytes())
+                work(&self.factor(encoding, band.number, touched, mode)?.to_le_bytes());
             }
             EncodedPart::Scales | EncodedPart::Biases => {
-                let key = (encoding.id(), band.number);
-                let kept = self.encoded.scales.lock().scales.get(&key).map(Arc::clone);
+                let kept = self.encoded.scales.lock().find(&(encoding.id(), band.number)).map(Arc::clone);
                 let scales = match kept {
                     Some(scales) => scales,
                     None => self.make_band(encoding, band.number, None, mode)?,
                 };
-                touch_all(touched, &scales.files);
-                if leaf.part == EncodedPart::Biases { BandBytes::Biases(scales) } else { BandBytes::Scales(scales) }
+                touch(touched, &scales.files);
+                // Biases follow the scales.
+                let first = if leaf.part == EncodedPart::Biases { scales.bytes.len() / 2 } else { 0 };
+                work(&scales.bytes[first..]);
             }
             EncodedPart::Codes => {
                 let key = TileKey { file: ENCODED | encoding.id(), segment: 0, index: band.number };
                 let (_, elements) = encoding.bands().input_of(band.number);
                 let len = encoding.bands().bytes_of(EncodedPart::Codes, elements);
-                let compute = |mut room: Reservation| {
-                    let mut bytes = self.rooms.buffers.take(len);
-                    room.resize(bytes.memory_bytes());
-                    let scales = self.make_band(encoding, band.number, Some(&mut bytes), mode)?;
-                    let (ahead, served) = (AtomicBool::new(false), AtomicU64::new(0));
-                    Ok(Tile { bytes, room, files: scales.files.clone(), ahead, served })
-                };
-                if let Some(tile) = self.rooms.cache.get(key, Demand::Reader, len, &self.counters, &|| None, compute) {
-                    let tile = tile?;
-                    touch_all(touched, &tile.files);
-                    BandBytes::Tile(key, tile)
-                } else {
-                    let mut bytes = self.rooms.buffers.take(len);
-                    let scales = self.make_band(encoding, band.number, Some(&mut bytes), mode)?;
-                    touch_all(touched, &scales.files);
-                    BandBytes::Alone(bytes)
+                let make = |bytes: &mut Buffer| self.make_band(encoding, band.number, Some(bytes), mode);
+                let compute = |room| self.make_tile(len, room, |bytes| Ok(make(bytes)?.files.clone()));
+                match self.rooms.cache.get(key, Demand::Reader, len, &self.counters, &|| None, compute) {
+                    Some(tile) => {
+                        let tile = tile?;
+                        touch(touched, &tile.files);
+                        if tile.serve(work(&tile.bytes)) {
+                            self.rooms.cache.forget(&key);
+                        }
+                    }
+                    None => {
+                        // For this request alone.
+                        let mut bytes = self.rooms.buffers.take(len);
+                        touch(touched, &make(&mut bytes)?.files);
+                        work(&bytes);
+                    }
                 }
             }
-        };
-        Ok(made)
+        }
+        Ok(())
     }
 
     /// Makes the codes of a band, if they are wanted, and its scales, which are kept.
@@ -168,21 +210,18 @@ impl Engine {
     ) -> Result<Arc<BandScales>, ReadError> {
         let bands = encoding.bands();
         let (first, elements) = bands.input_of(number);
-        let (input, mut files) =
-            self.elements((encoding.id(), BandInput::Values), encoding.input(), (first, elements), mode)?;
+        let (input, mut files) = self.elements((encoding.id(), false), encoding.input(), (first, elements), mode)?;
         let mut given = None;
         if let Some(view) = encoding.given() {
             let run = bands.encoder().block(bands.matrix().1).1;
-            let place = (first / run, elements / run);
-            let (scales, of_scales) = self.elements((encoding.id(), BandInput::Scales), view, place, mode)?;
-            touch_all(&mut files, &of_scales);
+            let (scales, of_scales) =
+                self.elements((encoding.id(), true), view, (first / run, elements / run), mode)?;
+            touch(&mut files, &of_scales);
             given = Some(scales);
         }
         let mut factor = None;
         if bands.encoder().has_factor() {
-            let reduced = self.reduced(encoding, bands.matrix_of(number), mode)?;
-            touch_all(&mut files, &reduced.files);
-            factor = Some(bands.encoder().factor(reduced.greatest));
+            factor = Some(self.factor(encoding, bands.matrix_of(number), &mut files, mode)?);
         }
         let mut scales = vec![0; bands.shared_bytes_of(elements)];
         let codes = codes.map(|codes| &mut **codes);
@@ -191,27 +230,13 @@ impl Engine {
             .map_err(|found| uncodable(encoding.name(), encoding.input().shape(), first, found))?;
         self.check_touched(&files)?;
         let made = Arc::new(BandScales { bytes: scales, files });
-        if bands.encoder().has_scales() {
-            self.keep_scales((encoding.id(), number), &made);
+        let most = SCALE_BYTES_MAX.min(self.options().tile_cache_bytes / SCALE_PART);
+        if bands.encoder().has_scales() && self.encoded.room.get_or_init(|| self.rooms.cache.reserve(most)).is_some() {
+            let mut kept = self.encoded.scales.lock();
+            kept.put((encoding.id(), number), Arc::clone(&made));
+            kept.pop_until(most);
         }
         Ok(made)
-    }
-
-    fn keep_scales(&self, key: (u64, u64), made: &Arc<BandScales>) {
-        let most = SCALE_BYTES_MAX.min(self.options().tile_cache_bytes / SCALE_PART);
-        if self.encoded.room.get_or_init(|| self.rooms.cache.reserve(most)).is_none() {
-            return;
-        }
-        let mut kept = self.encoded.scales.lock();
-        kept.bytes += made.bytes.len();
-        if let Some((_, before)) = kept.scales.push(key, Arc::clone(made)) {
-            kept.bytes -= before.bytes.len();
-        }
-        while kept.bytes > most
-            && let Some((_, dropped)) = kept.scales.pop_lru()
-        {
-            kept.bytes -= dropped.bytes.len();
-        }
     }
 
     /// Reads all of some matrices, and makes their scales.
@@ -228,7 +253,7 @@ impl Engine {
     /// Elements of an input of an encoding, from one on, and the files that they were made from.
     fn elements(
         &self,
-        of: (u64, BandInput),
+        of: (u64, bool),
         view: &View,
         (first, count): (u64, u64),
         mode: FillMode,
@@ -256,14 +281,20 @@ impl Engine {
         Ok((bytes, files))
     }
 
-    /// The greatest magnitude of a matrix of the views that share a factor.
-    fn reduced(&self, encoding: &Arc<EncodedMatrices>, matrix: u64, mode: FillMode) -> Result<Arc<Reduced>, ReadError> {
+    /// The factor of a matrix, which follows from the greatest magnitude of the views that share it.
+    fn factor(
+        &self,
+        encoding: &Arc<EncodedMatrices>,
+        matrix: u64,
+        touched: &mut TouchedFiles,
+        mode: FillMode,
+    ) -> Result<f32, ReadError> {
         let request = Request { demand: Demand::Reader, give_up: &|| None, event: &|_| () };
-        let made = self
-            .encoded
-            .reductions
-            .get((encoding.id(), matrix), &(), &request, |()| self.reduce(encoding, matrix, mode));
-        made.unwrap_or(Err(ReadError::Internal { what: "a reduction is always made" }))
+        let make = |()| self.reduce(encoding, matrix, mode);
+        let made = self.encoded.reductions.get((encoding.id(), matrix), &(), &request, make);
+        let reduced = made.unwrap_or(Err(ReadError::Internal { what: "a reduction is always made" }))?;
+        touch(touched, &reduced.files);
+        Ok(encoding.bands().encoder().factor(reduced.greatest))
     }
 
     fn reduce(&self, encoding: &EncodedMatrices, matrix: u64, mode: FillMode) -> Result<Reduced, ReadError> {
@@ -277,7 +308,7 @@ impl Engine {
                 let (bytes, files) = self.elements_of(&tiling, (first, len), mode)?;
                 let greatest = greatest_magnitude(view.dtype(), &bytes)
                     .map_err(|found| uncodable(name, view.shape(), first, found))?;
-                touch_all(&mut reduced.files, &files);
+                touch(&mut reduced.files, &files);
                 reduced.greatest = reduced.greatest.max(greatest);
             }
         }

@@ -47,9 +47,11 @@ impl FillMode {
 /// Source files touched while bytes were made.
 pub(super) type TouchedFiles = SmallVec<[FileId; 2]>;
 
-pub(super) fn touch(touched: &mut TouchedFiles, file: FileId) {
-    if !touched.contains(&file) {
-        touched.push(file);
+pub(super) fn touch(touched: &mut TouchedFiles, files: &[FileId]) {
+    for file in files {
+        if !touched.contains(file) {
+            touched.push(*file);
+        }
     }
 }
 
@@ -83,7 +85,7 @@ impl Engine {
                     made += job.piece.units();
                     let wanted = job.wanted();
                     for wanted in &wanted {
-                        touch(touched, self.checkpoint.tensor(wanted.tensor).file());
+                        touch(touched, &[self.checkpoint.tensor(wanted.tensor).file()]);
                         self.counters.fetch(mode.path, wanted.bytes());
                     }
                     match self.source().maps().filter(|_| fetch::are_mapped(&self.checkpoint, &wanted)) {

@@ -4,7 +4,7 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64},
     },
 };
 
@@ -16,6 +16,7 @@ use smallvec::SmallVec;
 
 use super::{
     Engine, ReadError,
+    buffer::Buffer,
     counters::{Path, add},
     fill::{FillMode, TouchedFiles},
     prepared_file::{CacheRoom, Grid, LoweredSegment, PreparedFile, is_made},
@@ -254,8 +255,7 @@ impl<'a> SegmentReader<'a> {
         reply(&tile.bytes[from..to]);
         // After a tile is fully consumed the kernel has it in its page cache. Its memory is still in the processor's caches, and
         // serves better for the next tile.
-        let before = tile.served.fetch_add((to - from) as u64, Ordering::Relaxed);
-        if before + (to - from) as u64 >= tile.bytes.len() as u64 {
+        if tile.serve((to - from) as u64) {
             engine.rooms.cache.note_consumed(&key);
         }
         Ok(())
@@ -294,11 +294,23 @@ impl Engine {
         &self,
         tiling: &Tiling,
         (first, last): (u64, u64),
-        mut room: Reservation,
+        room: Reservation,
     ) -> Result<Tile, ReadError> {
-        let mut bytes = self.rooms.buffers.take(to_usize((last - first) * tiling.unit_bytes()));
+        self.make_tile(to_usize((last - first) * tiling.unit_bytes()), room, |bytes| {
+            Ok(self.fill_checked(tiling, first..last, bytes, FillMode::cached(Path::Tiles))?.1)
+        })
+    }
+
+    /// Makes a tile of `len` bytes. `make` fills them, and returns the files that they were made from.
+    pub(super) fn make_tile(
+        &self,
+        len: usize,
+        mut room: Reservation,
+        make: impl FnOnce(&mut Buffer) -> Result<TouchedFiles, ReadError>,
+    ) -> Result<Tile, ReadError> {
+        let mut bytes = self.rooms.buffers.take(len);
         room.resize(bytes.memory_bytes());
-        let (_, files) = self.fill_checked(tiling, first..last, &mut bytes, FillMode::cached(Path::Tiles))?;
+        let files = make(&mut bytes)?;
         Ok(Tile { bytes, room, files, ahead: AtomicBool::new(false), served: AtomicU64::new(0) })
     }
 

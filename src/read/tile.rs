@@ -63,6 +63,13 @@ pub(super) struct Tile {
     pub(super) served: AtomicU64,
 }
 
+impl Tile {
+    /// Notes that so many bytes were sent. Returns whether readers have all of them now.
+    pub(super) fn serve(&self, bytes: u64) -> bool {
+        self.served.fetch_add(bytes, Ordering::Relaxed) + bytes >= self.bytes.len() as u64
+    }
+}
+
 impl Weight for Tile {
     fn weight_bytes(&self) -> usize {
         self.room.bytes()

@@ -31,20 +31,21 @@ pub struct Shelf<K: Hash + Eq, V> {
 }
 
 impl<K: Copy + Hash + Eq, V: Weight> Shelf<K, V> {
-    pub(crate) fn new() -> Self {
+    /// Without any value.
+    pub fn new() -> Self {
         // The limit is in bytes; the map's own limit must never bind.
         Self { kept: LruCache::unbounded(), bytes: 0, consumed: VecDeque::new() }
     }
 
     /// A value, used now.
-    pub(crate) fn find(&mut self, key: &K) -> Option<&Arc<V>> {
+    pub fn find(&mut self, key: &K) -> Option<&Arc<V>> {
         let kept = self.kept.get_mut(key)?;
         kept.used = Instant::now();
         Some(&kept.value)
     }
 
     /// Keeps a value, used now. Returns the one that it replaces.
-    pub(crate) fn put(&mut self, key: K, value: Arc<V>) -> Option<Arc<V>> {
+    pub fn put(&mut self, key: K, value: Arc<V>) -> Option<Arc<V>> {
         self.bytes += value.weight_bytes();
         let before = self.kept.put(key, Kept { value, used: Instant::now() })?.value;
         self.bytes -= before.weight_bytes();
