@@ -108,7 +108,7 @@ impl Default for Encoded {
         Self {
             lowered: Mutex::new(LruCache::new(LOWERED_MAX)),
             reductions: SingleFlight::new(LastReductions, Arc::default()),
-            scales: Mutex::new(Shelf::new()),
+            scales: Mutex::new(Shelf::default()),
             room: OnceLock::new(),
         }
     }

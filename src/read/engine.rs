@@ -140,6 +140,9 @@ pub struct HeldBytes {
 /// Least bytes of the cache with which source pages are requested ahead of readers.
 const PAGES_CACHE_BYTES_MIN: usize = 64 << 20;
 
+/// Runs of at least this many bytes are sent from the page cache of their source, most of them alone in a request of the kernel.
+const LONG_RUN_BYTES: u64 = 1 << 20;
+
 /// Threads that request source pages. Each waits for 2 MiB at a time: together they keep a fast disk busy.
 const REQUESTERS: usize = 8;
 
@@ -193,7 +196,8 @@ impl Engine {
     /// Whether a file is nothing but long runs of source bytes beside what is no tensor: to have its bytes in another file too would
     /// cost a copy, and memory for it.
     pub fn is_untransformed(&self, file: &PreparedFile) -> bool {
-        let is_long_runs = |segment| self.prepare(file, segment).is_ok_and(|lowered| lowered.is_long_runs());
+        let is_long_runs =
+            |segment| self.prepare(file, segment).is_ok_and(|lowered| lowered.tiling.is_run_copy(LONG_RUN_BYTES));
         let mut segments = file.image.segments().iter().enumerate();
         segments.all(|(index, segment)| !matches!(segment, Segment::View(_)) || is_long_runs(index))
     }

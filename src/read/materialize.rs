@@ -24,9 +24,10 @@ use std::{
     time::Duration,
 };
 
+use ckfs_image::Segment;
 use ckfs_source::{RemoteSource, Replied, SourceError};
 use ckfs_sync::Reservation;
-use ckfs_tensor::{WorkSlice, to_usize};
+use ckfs_tensor::{Stores, WorkSlice, to_usize};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::{FallocateFlags, fallocate};
@@ -162,10 +163,14 @@ impl Engine {
                 *open = end;
             }
         };
-        for segment in 0..file.image().segments().len() {
+        for (segment, content) in file.image().segments().iter().enumerate() {
             let (start, end) = (file.image().start_of(segment), file.image().start_of(segment + 1));
-            let row_bytes = if sliced { self.transposed_row_bytes(file, segment)? } else { None };
-            let Some(row_bytes) = row_bytes.filter(|_| end - start >= PIECE_BYTES_MIN) else {
+            let mut row = None;
+            if sliced && matches!(content, Segment::View(_)) {
+                let lowered = self.prepare(file, segment)?;
+                row = lowered.sliced_row_bytes().map(|bytes| (bytes, lowered.mapped));
+            }
+            let Some((row_bytes, is_mapped)) = row.filter(|_| end - start >= PIECE_BYTES_MIN) else {
                 close(&mut pieces, &mut open, start, PIECE_BYTES_MIN / 2);
                 let mut at = start;
                 loop {
@@ -181,7 +186,6 @@ impl Engine {
             close(&mut pieces, &mut open, start, 1);
             let rows = ((end - start) / row_bytes).max(1);
             // Without maps each span would fetch its part of every source line separately.
-            let is_mapped = self.is_mapped(file, segment)?;
             let span_rows_max = if is_mapped { SPAN_ELEMENTS_MAX.max(PIECE_BYTES_MIN / row_bytes) } else { rows };
             let spans = rows.div_ceil(span_rows_max);
             let span_rows = rows.div_ceil(spans).next_multiple_of(LINE_ELEMENTS).min(rows);
@@ -216,7 +220,7 @@ impl Engine {
     /// # Errors
     /// [`ReadError`]; the content of the target is then unspecified. The file ends within the target.
     pub fn make_span(&self, file: &PreparedFile, start: u64, target: &mut [u8]) -> Result<(), ReadError> {
-        self.fill_by_segments(file, start, target, SegmentReader::make)
+        self.fill_by_segments(file, start, target, Stores::Streamed)
     }
 }
 
@@ -409,7 +413,7 @@ impl Materializing {
                     Some(map) => map,
                     None => map.insert(self.map(memory)?),
                 };
-                let place = map.get_mut(place_of(piece));
+                let place = map.get_mut(to_usize(piece.start)..to_usize(piece.end));
                 let target = place.ok_or(ReadError::Internal { what: "a piece lies outside its file" })?;
                 Ok(self.engine.make_piece(&self.file, piece, target)?)
             }
@@ -478,10 +482,6 @@ impl Materializing {
             None => self.engine.check(&self.file).map_err(MaterializeError::from),
         });
     }
-}
-
-fn place_of(piece: FilePiece) -> Range<usize> {
-    to_usize(piece.start)..to_usize(piece.end)
 }
 
 /// The pieces that `start..end` touches.

@@ -79,19 +79,11 @@ pub enum ReadError {
         error: SourceError,
     },
     /// A source file has changed since mount, or cannot be read.
-    #[error("{error}")]
-    Changed {
-        /// The cause.
-        #[from]
-        error: SourceError,
-    },
+    #[error("{0}")]
+    Changed(#[from] SourceError),
     /// A view has no tiling. The plan should have refused it.
-    #[error("{error}")]
-    Tiling {
-        /// The cause.
-        #[from]
-        error: TilingError,
-    },
+    #[error("{0}")]
+    Tiling(#[from] TilingError),
     /// An element of a tensor has no code in the scheme that it is quantized by.
     #[error(
         "tensor {tensor}, element {index:?}: {value} has no code or scale: only finite numbers of moderate size are quantized; --quantize-ignore leaves the tensor as it is"
@@ -119,8 +111,8 @@ impl ReadError {
     /// The error of a source, if it is the cause.
     pub fn source_error(&self) -> Option<&SourceError> {
         match self {
-            Self::Source { error, .. } | Self::Changed { error } => Some(error),
-            Self::Tiling { .. } | Self::Uncodable { .. } | Self::Panicked | Self::Internal { .. } => None,
+            Self::Source { error, .. } | Self::Changed(error) => Some(error),
+            Self::Tiling(_) | Self::Uncodable { .. } | Self::Panicked | Self::Internal { .. } => None,
         }
     }
 

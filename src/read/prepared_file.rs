@@ -22,8 +22,8 @@ const FETCHED_TILE_BYTES: u64 = 8 << 20;
 /// Source elements of each row that a transposing tile takes, where it can. A few cache lines would suffice for the processor's
 /// caches. But each tile also touches pages of all rows again, which costs less in larger tiles.
 const TRANSPOSED_ELEMENTS_MIN: u64 = 256;
-/// Runs shorter than this are gathered in tiles, not again at each request.
-const RUN_BYTES_MIN: u64 = 4096;
+/// Runs shorter than this are gathered in tiles, not again at each request. Others are served as they are: the kernel may copy them.
+pub(super) const RUN_BYTES_MIN: u64 = 4096;
 
 /// A virtual file prepared for reading: its image, and the tilings of its views, which are lowered when first needed.
 #[derive(Debug)]
@@ -115,19 +115,14 @@ impl Grid {
     }
 }
 
-/// Runs of at least this many bytes are sent from the page cache of their source, most of them alone in a request of the kernel.
-const LONG_RUN_BYTES: u64 = 1 << 20;
-
 impl LoweredSegment {
-    /// Whether its bytes are long runs of source bytes.
-    pub(super) fn is_long_runs(&self) -> bool {
-        self.tiling.is_run_copy(LONG_RUN_BYTES)
+    /// Bytes of one row, if the view transposes its source: one element of each source row. `None` where slices of the source's lines
+    /// would each read all of an operand.
+    pub(super) fn sliced_row_bytes(&self) -> Option<u64> {
+        let stride =
+            self.tiling.transposed_stride_units().filter(|_| !(self.mapped && self.tiling.has_index_tables()))?;
+        Some(stride * self.tiling.unit_bytes())
     }
-}
-
-/// Whether the bytes are computed in memory. Otherwise they are runs of source bytes, which the kernel may copy.
-pub(super) fn is_made(tiling: &Tiling) -> bool {
-    !tiling.is_run_copy(RUN_BYTES_MIN)
 }
 
 impl PreparedFile {

@@ -19,7 +19,7 @@ use super::{
     buffer::Buffer,
     counters::{Path, add},
     fill::{FillMode, TouchedFiles},
-    prepared_file::{CacheRoom, Grid, LoweredSegment, PreparedFile, is_made},
+    prepared_file::{CacheRoom, Grid, LoweredSegment, PreparedFile, RUN_BYTES_MIN},
     tile::Tile,
 };
 
@@ -90,52 +90,29 @@ impl<'a> SegmentReader<'a> {
         Ok(())
     }
 
-    /// Reads a span into `target`, which is as long.
-    pub(super) fn copy_into(&self, low: u64, high: u64, target: &mut [u8]) -> Result<(), ReadError> {
-        if let SegmentContent::View(prepared) = &self.content
-            && prepared.grid.is_none()
-            && self.fill(prepared, (low, high), target, Stores::Cached)?
-        {
-            return Ok(());
-        }
-        self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes))
-    }
-
-    /// Makes a span without the tile cache.
-    pub(super) fn make(&self, low: u64, high: u64, target: &mut [u8]) -> Result<(), ReadError> {
+    /// Reads a span into `target`, which is as long. With streamed stores it is made there without the tile cache.
+    pub(super) fn copy_into(&self, low: u64, high: u64, target: &mut [u8], stores: Stores) -> Result<(), ReadError> {
         let SegmentContent::View(prepared) = &self.content else {
             return self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes));
         };
-        if self.fill(prepared, (low, high), target, Stores::Streamed)? {
-            return Ok(());
+        if prepared.grid.is_some() && stores == Stores::Cached {
+            return self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes));
         }
-        self.read_alone(prepared, low, high, &mut |bytes| target.copy_from_slice(bytes))
-    }
-
-    /// Makes a span in `target` itself, if it is one run of a file or whole units; returns whether it is.
-    fn fill(
-        &self,
-        prepared: &LoweredSegment,
-        (low, high): (u64, u64),
-        target: &mut [u8],
-        stores: Stores,
-    ) -> Result<bool, ReadError> {
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
         let path = path(prepared);
         if prepared.grid.is_none()
             && let Some((source, start, _)) = self.single_run(tiling, low, high)
         {
             // The kernel finds the pages of a file faster by `pread` than through a map.
-            engine.copy_source(source, start, target, path)?;
-            return Ok(true);
+            return engine.copy_source(source, start, target, path);
         }
-        let is_whole = low.is_multiple_of(unit) && high.is_multiple_of(unit);
-        if is_whole {
+        if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
             let mode = FillMode { stores, ..FillMode::cached(path) };
             engine.fill_checked(tiling, low / unit..high / unit, target, mode)?;
             engine.counters.serve(path, high - low);
+            return Ok(());
         }
-        Ok(is_whole)
+        self.read_alone(prepared, low, high, &mut |bytes| target.copy_from_slice(bytes))
     }
 
     /// Makes a work slice of a span that transposes its source. The span begins and ends between rows. The rest of the target
@@ -283,7 +260,8 @@ impl Engine {
             let cache_bytes = self.options().tile_cache_bytes;
             let free_bytes = cache_bytes.saturating_sub(self.rooms.cache.bytes_in_use());
             let room = CacheRoom { cache_bytes: cache_bytes as u64, free_bytes: free_bytes as u64 };
-            let grid = is_made(&tiling).then(|| Grid::new(&tiling, start, room, mapped));
+            let is_made = !tiling.is_run_copy(RUN_BYTES_MIN);
+            let grid = is_made.then(|| Grid::new(&tiling, start, room, mapped));
             Ok(Arc::new(LoweredSegment { tiling, grid, mapped }))
         });
         prepared.clone()
@@ -331,22 +309,5 @@ impl Engine {
 
     pub(super) fn check_touched(&self, touched: &[FileId]) -> Result<(), ReadError> {
         touched.iter().try_for_each(|file| Ok(self.source().check(*file)?))
-    }
-
-    /// Bytes of one row of a segment that transposes its source: one element of each source row. `None` where slices of the
-    /// source's lines would each read all of an operand.
-    pub(super) fn transposed_row_bytes(&self, file: &PreparedFile, segment: usize) -> Result<Option<u64>, ReadError> {
-        let Segment::View(_) = &file.image.segments()[segment] else { return Ok(None) };
-        let prepared = self.prepare(file, segment)?;
-        if prepared.mapped && prepared.tiling.has_index_tables() {
-            return Ok(None);
-        }
-        Ok(prepared.tiling.transposed_stride_units().map(|stride| stride * prepared.tiling.unit_bytes()))
-    }
-
-    /// Whether all sources of a segment are mapped, so that parts of source rows cost no more than whole rows.
-    pub(super) fn is_mapped(&self, file: &PreparedFile, segment: usize) -> Result<bool, ReadError> {
-        let Segment::View(_) = &file.image.segments()[segment] else { return Ok(true) };
-        Ok(self.prepare(file, segment)?.mapped)
     }
 }

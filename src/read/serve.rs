@@ -5,7 +5,7 @@ use std::sync::{Arc, atomic::Ordering};
 use ckfs_checkpoint::printable;
 use ckfs_image::Segment;
 use ckfs_source::{ReadFailure, Replied, Served, SourceError};
-use ckfs_tensor::to_usize;
+use ckfs_tensor::{Stores, to_usize};
 
 use super::{Engine, ReadError, prepared_file::PreparedFile, reader::SegmentReader};
 
@@ -48,7 +48,7 @@ impl Engine {
         let result = if end > file.len_bytes() {
             Err(ReadError::Internal { what: "a read beyond the end" })
         } else {
-            self.fill_by_segments(file, start, target, SegmentReader::copy_into)
+            self.fill_by_segments(file, start, target, Stores::Cached)
         };
         if let Err(error) = &result {
             self.note_failed_read(file, start, end, error);
@@ -56,17 +56,17 @@ impl Engine {
         result
     }
 
-    /// Fills a target with a file's bytes from `start` on; `fill` makes the part of a segment.
-    pub(super) fn fill_by_segments<'a>(
-        &'a self,
-        file: &'a PreparedFile,
+    /// Fills a target with a file's bytes from `start` on, segment by segment.
+    pub(super) fn fill_by_segments(
+        &self,
+        file: &PreparedFile,
         start: u64,
         mut target: &mut [u8],
-        fill: impl Fn(&SegmentReader<'a>, u64, u64, &mut [u8]) -> Result<(), ReadError>,
+        stores: Stores,
     ) -> Result<(), ReadError> {
         for (segment, low, high) in file.image.spans(start, start.saturating_add(target.len() as u64)) {
             let Some(place) = target.split_off_mut(..to_usize(high - low)) else { break };
-            fill(&SegmentReader::new(self, file, segment)?, low, high, place)?;
+            SegmentReader::new(self, file, segment)?.copy_into(low, high, place, stores)?;
         }
         if target.is_empty() {
             Ok(())
@@ -83,8 +83,7 @@ impl Engine {
             return;
         }
         // Other errors name it.
-        let tensor =
-            if let ReadError::Changed { error } = error { self.tensor_of(file, start, end, error) } else { None };
+        let tensor = if let ReadError::Changed(error) = error { self.tensor_of(file, start, end, error) } else { None };
         let tensor = tensor.map(|tensor| printable(&tensor).into_owned());
         let error = printable(&error.to_string()).into_owned();
         tracing::error!(file = file.name, tensor, start, end, "read failed: {error}");
@@ -121,14 +120,7 @@ impl Engine {
             return SegmentReader::new(self, file, segment)?.read(low, high, reply);
         }
         let mut buffer = self.rooms.buffers.take(to_usize(end - start));
-        let mut at = 0;
-        for (segment, low, high) in file.image.spans(start, end) {
-            let mut part = |bytes: &[u8]| {
-                buffer[at..at + bytes.len()].copy_from_slice(bytes);
-                at += bytes.len();
-            };
-            SegmentReader::new(self, file, segment)?.copy(low, high, &mut part)?;
-        }
+        self.fill_by_segments(file, start, &mut buffer, Stores::Cached)?;
         Ok(reply(Served::Memory(&buffer)))
     }
 }

@@ -30,13 +30,14 @@ pub struct Shelf<K: Hash + Eq, V> {
     consumed: VecDeque<K>,
 }
 
-impl<K: Copy + Hash + Eq, V: Weight> Shelf<K, V> {
-    /// Without any value.
-    pub fn new() -> Self {
+impl<K: Hash + Eq, V> Default for Shelf<K, V> {
+    fn default() -> Self {
         // The limit is in bytes; the map's own limit must never bind.
         Self { kept: LruCache::unbounded(), bytes: 0, consumed: VecDeque::new() }
     }
+}
 
+impl<K: Copy + Hash + Eq, V: Weight> Shelf<K, V> {
     /// A value, used now.
     pub fn find(&mut self, key: &K) -> Option<&Arc<V>> {
         let kept = self.kept.get_mut(key)?;

@@ -183,7 +183,7 @@ pub enum Next<K, R, V> {
 impl<K: Hash + Eq + Copy, V: Weight, P: RoomPolicy<K, V>> SingleFlight<K, V, P> {
     /// An empty cache. `changes` are those that leave room.
     pub fn new(policy: P, changes: Arc<ChangeCount>) -> Self {
-        let inside = CacheInside { shelf: Shelf::new(), policy, flights: HashMap::new() };
+        let inside = CacheInside { shelf: Shelf::default(), policy, flights: HashMap::new() };
         Self { inside: Mutex::new(inside), changes }
     }
 
