@@ -71,25 +71,18 @@ pub(super) fn faults(shape: &Shape, boxes: &[Box<'_>], complete: bool) -> Vec<Co
         return found;
     }
     let (mut overlaps, mut gaps) = (Vec::new(), Vec::new());
-    let done = divide(shape, boxes, &mut |part| match part {
-        CoverPart::Overlap(first, second) => {
-            let pair = (first.min(second), first.max(second));
-            if overlaps.len() < LISTED_MAX && !overlaps.contains(&pair) {
-                overlaps.push(pair);
-            }
-        }
-        CoverPart::Gap(origin, extents) => {
-            if gaps.len() < LISTED_MAX {
-                gaps.push((origin, extents));
-            }
+    let done = divide(shape, boxes, &mut |fault| {
+        let kind = if let CoverFault::Missing(..) = fault { &mut gaps } else { &mut overlaps };
+        if kind.len() < LISTED_MAX && !kind.contains(&fault) {
+            kind.push(fault);
         }
     });
     if !done && overlaps.is_empty() {
         found.push(CoverFault::Intricate);
     }
-    found.extend(overlaps.into_iter().map(|(first, second)| CoverFault::Overlap(first, second)));
+    found.append(&mut overlaps);
     if complete {
-        found.extend(gaps.into_iter().map(|(origin, extents)| CoverFault::Missing(origin, extents)));
+        found.append(&mut gaps);
     }
     found
 }
@@ -98,8 +91,8 @@ pub(super) fn faults(shape: &Shape, boxes: &[Box<'_>], complete: bool) -> Vec<Co
 pub(super) fn gaps(shape: &Shape, boxes: &[Box<'_>]) -> Vec<(PerAxis, PerAxis)> {
     let mut gaps = Vec::new();
     if !is_partition_of_an_axis(shape, boxes) {
-        divide(shape, boxes, &mut |part| {
-            if let CoverPart::Gap(origin, extents) = part {
+        divide(shape, boxes, &mut |fault| {
+            if let CoverFault::Missing(origin, extents) = fault {
                 gaps.push((origin, extents));
             }
         });
@@ -130,12 +123,6 @@ fn is_partition_of_an_axis(shape: &Shape, boxes: &[Box<'_>]) -> bool {
     end == shape.extents().get(axis).copied().unwrap_or(1)
 }
 
-/// A part of the shape that is not one box.
-enum CoverPart {
-    Overlap(usize, usize),
-    Gap(PerAxis, PerAxis),
-}
-
 /// A region that is to be examined, and the boxes that reach into it.
 struct Region {
     start: PerAxis,
@@ -143,8 +130,9 @@ struct Region {
     boxes: Vec<usize>,
 }
 
-/// Divides the shape until each part is one box, or is emitted. Returns whether the boxes were simple enough to finish.
-fn divide(shape: &Shape, boxes: &[Box<'_>], emit: &mut dyn FnMut(CoverPart)) -> bool {
+/// Divides the shape until each part is one box, or is emitted as in none or in several. Returns whether the boxes were simple enough
+/// to finish.
+fn divide(shape: &Shape, boxes: &[Box<'_>], emit: &mut dyn FnMut(CoverFault)) -> bool {
     if shape.is_empty() {
         return true;
     }
@@ -163,10 +151,10 @@ fn divide(shape: &Shape, boxes: &[Box<'_>], emit: &mut dyn FnMut(CoverPart)) -> 
             match inside[..] {
                 [] => {
                     let extents = start.iter().zip(end).map(|(start, end)| end - start).collect();
-                    emit(CoverPart::Gap(start.clone(), extents));
+                    emit(CoverFault::Missing(start.clone(), extents));
                 }
                 [_] => {}
-                [first, second, ..] => emit(CoverPart::Overlap(first, second)),
+                [first, second, ..] => emit(CoverFault::Overlap(first, second)),
             }
             continue;
         };

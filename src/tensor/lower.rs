@@ -301,8 +301,8 @@ impl Lowering {
             step: Loop { extent, target_stride: 1, source_stride },
         };
         let mut part = |part: MosaicBox<'_>| {
-            let stored = || Shape::try_new(&[part.stored_elements()]).expect("a box is smaller than its tensor");
-            self.tensors.entry(part.tensor).or_insert_with(|| SourceTensor { id: part.tensor, dtype, shape: stored() });
+            let stored = || part.stored(dtype).expect("a box is smaller than its tensor");
+            self.tensors.entry(part.tensor).or_insert_with(stored);
             let loops = part.extents.iter().zip(part.strides()).enumerate();
             let loops =
                 loops.filter(|(_, (extent, _))| **extent > 1).map(|(axis, (extent, stride))| (axis, *extent, stride));

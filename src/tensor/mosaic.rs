@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 pub use super::shape::row_major;
 use super::{
-    DType, Element, PerAxis, Shape, TensorId,
+    DType, Element, PerAxis, Shape, SourceTensor, TensorId,
     cover::{self, CoverFault},
 };
 
@@ -42,6 +42,12 @@ impl MosaicBox<'_> {
     /// Distance of neighbours along each axis in the stored elements.
     pub fn strides(&self) -> PerAxis {
         self.strides.map_or_else(|| row_major(self.extents), PerAxis::from_slice)
+    }
+
+    /// The stored elements from the first of the box to its last, of type `dtype`. `None` if they are too many.
+    pub(crate) fn stored(&self, dtype: DType) -> Option<SourceTensor> {
+        let shape = Shape::try_new(&[self.stored_elements()]).ok()?;
+        Some(SourceTensor { id: self.tensor, dtype, shape })
     }
 
     /// Number of stored elements from the first of the box to its last.

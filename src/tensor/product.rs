@@ -42,9 +42,9 @@ impl View {
                 let value = sum_of_products((&of_left, row[0]), (&of_right, column[0]), *terms, &shape);
                 band.push(Self::quantized(shape, value.ok_or_else(refused)?)?);
             }
-            bands.push(joined(1, band)?);
+            bands.push(Self::concat(1, &band)?);
         }
-        joined(0, bands)
+        Self::concat(0, &bands)
     }
 
     /// The boxes of a matrix of the checkpoint; one if it is stored in one span. `None` if it is no such matrix.
@@ -56,10 +56,8 @@ impl View {
         }
         let Op::Mosaic(mosaic) = self.op() else { return None };
         let stored = |part: MosaicBox<'_>| {
-            let shape = Shape::try_new(&[part.stored_elements()]).ok()?;
-            let tensor = SourceTensor { id: part.tensor, dtype: mosaic.dtype(), shape };
             let (origin, extents) = (PerAxis::from_slice(part.origin), PerAxis::from_slice(part.extents));
-            Some(StoredBox { tensor, origin, extents, strides: part.strides() })
+            Some(StoredBox { tensor: part.stored(mosaic.dtype())?, origin, extents, strides: part.strides() })
         };
         mosaic.boxes().map(stored).collect()
     }
@@ -130,12 +128,4 @@ fn sum_of_products(
         term = end;
     }
     sum
-}
-
-/// Views end to end along an axis.
-fn joined(axis: usize, views: Vec<View>) -> Result<View, ViewError> {
-    match <[View; 1]>::try_from(views) {
-        Ok([one]) => Ok(one),
-        Err(several) => View::concat(axis, &several),
-    }
 }

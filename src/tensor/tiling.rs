@@ -142,12 +142,11 @@ pub(super) fn last_offset(loops: &[Loop]) -> u64 {
 
 /// For each number the greatest among it and those before it.
 pub(super) fn greatest_so_far(numbers: impl Iterator<Item = u64>) -> Vec<u64> {
-    let mut greatest = 0;
-    let so_far = |number: u64| {
-        greatest = number.max(greatest);
-        greatest
+    let so_far = |greatest: &mut u64, number: u64| {
+        *greatest = number.max(*greatest);
+        Some(*greatest)
     };
-    numbers.map(so_far).collect()
+    numbers.scan(0, so_far).collect()
 }
 
 impl Piece {
