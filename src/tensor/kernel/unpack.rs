@@ -29,10 +29,7 @@ pub(crate) fn words(level: Level, source: &[u8], shifts: &Shifts, table: &Table,
         Width::Portable => words_portable(words, shifts, table, targets),
         // SAFETY: `Level` is made by detection only, so this processor has AVX2.
         #[cfg(target_arch = "x86_64")]
-        Width::Avx2 => unsafe { x86::words(words, shifts, table, targets) },
-        // SAFETY: as above, for AVX-512.
-        #[cfg(target_arch = "x86_64")]
-        Width::Avx512 => unsafe { x86::words_512(words, shifts, table, targets) },
+        Width::Avx2 | Width::Avx512 => unsafe { x86::words(words, shifts, table, targets) },
     }
 }
 
@@ -160,8 +157,7 @@ mod x86 {
         _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_loadu_si256, _mm256_mul_ps,
         _mm256_packus_epi16, _mm256_packus_epi32, _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps,
         _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_srli_epi16, _mm256_srli_epi32,
-        _mm256_srlv_epi32, _mm256_storeu_si256, _mm512_broadcast_i64x4, _mm512_castsi256_si512, _mm512_inserti64x4,
-        _mm512_loadu_ps, _mm512_permutexvar_ps, _mm512_srlv_epi32, _mm512_storeu_ps,
+        _mm256_srlv_epi32, _mm256_storeu_si256,
     };
 
     use super::{super::super::BitOrder, Products, Shifts, Table, column_portable};
@@ -248,25 +244,6 @@ mod x86 {
                 _mm256_storeu_si256(target.as_mut_ptr().cast(), values);
             }
         }
-    }
-
-    /// As [`words`], two words at a time: the whole table is one register.
-    #[target_feature(enable = "avx512f")]
-    pub(super) unsafe fn words_512(words: &[[u8; 4]], shifts: &Shifts, table: &Table, targets: &mut [[[u8; 4]; 8]]) {
-        let ((pairs, rest), (pair_targets, rest_targets)) = (words.as_chunks::<2>(), targets.as_chunks_mut::<2>());
-        // SAFETY: AVX-512F is enabled; the shifts are 32 bytes, the table and two targets are 64.
-        unsafe {
-            let entries = _mm512_loadu_ps(table.as_ptr().cast());
-            let shifts = _mm512_broadcast_i64x4(_mm256_loadu_si256(shifts.as_ptr().cast()));
-            for ([first, second], target) in pairs.iter().zip(pair_targets) {
-                let word = |bytes: [u8; 4]| _mm256_set1_epi32(i32::from_le_bytes(bytes));
-                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(word(*first)), word(*second));
-                // The permutation takes the lowest four bits of each index.
-                let values = _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts), entries);
-                _mm512_storeu_ps(target.as_mut_ptr().cast(), values);
-            }
-        }
-        super::words_portable(rest, shifts, table, rest_targets);
     }
 
     #[target_feature(enable = "avx2")]
