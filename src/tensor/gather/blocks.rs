@@ -6,7 +6,7 @@ use super::{
     super::{
         block_decode::Codes,
         kernel::Level,
-        transpose::{BAND_LINES, Fused, Lines, USUAL_PITCH, prefetch, stream, transpose},
+        transpose::{BAND_LINES, Fused, Lines, prefetch, stream, transpose},
     },
     axes::{Axes, Axis, Position, each},
     job::Stores,
@@ -23,7 +23,6 @@ const BLOCK_ROW_BYTES: usize = 512;
 const LINE_GAP_BYTES: usize = 64;
 /// Bytes of a line of a block of 2-byte elements, by far the most common.
 const LINE_BYTES: usize = 2 * BLOCK_ROWS;
-const _: () = assert!(LINE_BYTES + LINE_GAP_BYTES == USUAL_PITCH, "the pitch of most blocks");
 /// Rows of a block that are converted together if the conversion takes several loops.
 pub(super) const ROWS_AT_ONCE: usize = 8;
 /// Most rows of a block that are transposed together.

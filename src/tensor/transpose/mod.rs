@@ -13,8 +13,6 @@ mod x86;
 pub(super) use self::lines::{BAND_LINES, CACHE_LINE_BYTES, Fused, FusedKind, Lines, prefetch};
 use super::kernel::Level;
 
-/// Bytes from one target line to the next in nearly all blocks. With this constant pitch stores need no address arithmetic.
-pub(super) const USUAL_PITCH: usize = 320;
 /// Elements at the edge of a block that are converted together.
 const EDGE_ELEMENTS: usize = 64;
 
@@ -149,48 +147,29 @@ fn registers(_: Level, _: Lines<'_>, _: &mut [u8], _: usize) -> (usize, usize) {
 #[cfg(target_arch = "x86_64")]
 fn registers(level: Level, lines: Lines<'_>, target: &mut [u8], pitch: usize) -> (usize, usize) {
     lines.check(pitch, target.len());
-    // SAFETY: all lines and their target lines lie in the slices by the check above.
-    unsafe {
-        if pitch == USUAL_PITCH {
-            registers_with::<USUAL_PITCH>(level, lines, target, pitch)
-        } else {
-            registers_with::<0>(level, lines, target, pitch)
-        }
-    }
-}
-
-/// As [`registers`], for lines that are `PITCH` bytes apart if that is not 0.
-#[cfg(target_arch = "x86_64")]
-unsafe fn registers_with<const PITCH: usize>(
-    level: Level,
-    lines: Lines<'_>,
-    target: &mut [u8],
-    pitch: usize,
-) -> (usize, usize) {
-    // SAFETY: the lines were checked. SSE2 is part of x86-64, and the level says whether there is AVX2.
+    // SAFETY: all lines and their target lines lie in the slices by the check above. SSE2 is part of x86-64, and the level says whether
+    // there is AVX2.
     unsafe {
         if let Some(fused) = lines.fused {
             let exact = fused.exact;
             return match (fused.kind, level.has_avx2()) {
-                (FusedKind::Multiply(factor), true) => {
-                    x86::two_bytes::<2, true, PITCH>(lines, exact, factor, target, pitch)
-                }
-                (FusedKind::Round, true) => x86::two_bytes::<4, false, PITCH>(lines, exact, 1.0, target, pitch),
+                (FusedKind::Multiply(factor), true) => x86::two_bytes::<2, true>(lines, exact, factor, target, pitch),
+                (FusedKind::Round, true) => x86::two_bytes::<4, false>(lines, exact, 1.0, target, pitch),
                 (FusedKind::RoundMultiply(factor), true) => {
-                    x86::two_bytes::<4, true, PITCH>(lines, exact, factor, target, pitch)
+                    x86::two_bytes::<4, true>(lines, exact, factor, target, pitch)
                 }
                 (_, false) => (0, 0),
             };
         }
         match (lines.unit, level.has_avx2()) {
-            (1, false) => x86::narrow_1::<PITCH>(lines, target, pitch),
-            (2, false) => x86::narrow_2::<PITCH>(lines, target, pitch),
-            (4, false) => x86::narrow_4::<PITCH>(lines, target, pitch),
-            (8, false) => x86::narrow_8::<PITCH>(lines, target, pitch),
-            (1, true) => x86::wide_1::<PITCH>(lines, target, pitch),
-            (2, true) => x86::two_bytes::<2, false, PITCH>(lines, &|_, _| (), 1.0, target, pitch),
-            (4, true) => x86::wide_4::<PITCH>(lines, target, pitch),
-            (8, true) => x86::wide_8::<PITCH>(lines, target, pitch),
+            (1, false) => x86::narrow_1(lines, target, pitch),
+            (2, false) => x86::narrow_2(lines, target, pitch),
+            (4, false) => x86::narrow_4(lines, target, pitch),
+            (8, false) => x86::narrow_8(lines, target, pitch),
+            (1, true) => x86::wide_1(lines, target, pitch),
+            (2, true) => x86::two_bytes::<2, false>(lines, &|_, _| (), 1.0, target, pitch),
+            (4, true) => x86::wide_4(lines, target, pitch),
+            (8, true) => x86::wide_8(lines, target, pitch),
             _ => (0, 0),
         }
     }

@@ -75,12 +75,11 @@ macro_rules! store_32 {
 macro_rules! define {
     ($($(#[$meta:meta])* fn $name:ident($side:literal, $parts:literal, $rounds:literal, $load:ident, $store:ident, $low:ident, $high:ident);)*) => {$(
         $(#[$meta])*
-        pub(super) unsafe fn $name<const PITCH: usize>(
+        pub(super) unsafe fn $name(
             lines: Lines<'_>,
             target: &mut [u8],
             pitch: usize,
         ) -> (usize, usize) {
-            let pitch = if PITCH > 0 { PITCH } else { pitch };
             let (groups, rest) = lines.offsets.as_chunks::<$side>();
             let (ahead, _) = lines.ahead.as_chunks::<$side>();
             let width = $side * $parts;
@@ -141,14 +140,13 @@ define! {
 ///
 /// One cache line of all lines of a band is processed before the next, so that whole cache lines of the target are written.
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn two_bytes<const SOURCE: usize, const MULTIPLY: bool, const PITCH: usize>(
+pub(super) unsafe fn two_bytes<const SOURCE: usize, const MULTIPLY: bool>(
     lines: Lines<'_>,
     exact: &dyn Fn(&[u8], &mut [u8]),
     factor: f32,
     target: &mut [u8],
     pitch: usize,
 ) -> (usize, usize) {
-    let pitch = if PITCH > 0 { PITCH } else { pitch };
     let (groups, rest) = lines.offsets.as_chunks::<8>();
     let columns = lines.columns / 16 * 16;
     let step = CACHE_LINE_BYTES / SOURCE;
