@@ -1,6 +1,6 @@
 //! Stage 4: from fetched windows to the bytes of a view: gather, decode, convert. Pure.
 
-use ckfs_tensor::{Gather, Origin, Piece, Stores, Window, fill, gather_with, to_usize};
+use ckfs_tensor::{Gather, Origin, Piece, Stores, Window, fill, gather, to_usize};
 use smallvec::SmallVec;
 
 use super::{plan_jobs::Job, schedule::Batch};
@@ -10,14 +10,14 @@ pub(super) fn scatter(job: &Job<'_>, piece: &Piece, windows: &[Window<'_>], targ
     let (Origin::Tensor { offset, .. } | Origin::Encoded { offset, .. }) = piece.origin else {
         unreachable!("a constant is no job")
     };
-    let gather = Gather {
+    let strided = Gather {
         decode: job.decode,
         target_bytes: job.unit_bytes,
         loops: &piece.loops,
         source_offset: offset,
         target_offset: piece.start,
     };
-    gather_with(stores, &gather, windows, target);
+    gather(stores, &strided, windows, target);
 }
 
 /// Writes a constant.

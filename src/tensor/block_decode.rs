@@ -427,7 +427,7 @@ impl<'a> ValueDecoder<'a> {
         Self {
             level,
             is_product_in_bf16,
-            by_tables: is_product_in_bf16 && are_finite && is_nibble && unpack::has_products(level),
+            by_tables: is_product_in_bf16 && are_finite && is_nibble && level.has_avx2(),
             node,
             narrow,
             target_bytes: element_bytes(program.target),

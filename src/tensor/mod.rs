@@ -50,7 +50,7 @@ pub use decode::{
 pub use dtype::{DType, Unit};
 pub use element::Element;
 pub use encode::{Band, Bands, EncodedPart, Encoder, ExponentRule, MatrixFactor, Uncodable, greatest_magnitude};
-pub use gather::{Gather, Loop, Stores, fill, gather, gather_with};
+pub use gather::{Gather, Loop, Stores, fill, gather};
 pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
 pub use pages::{ByteRuns, Reads, reads};
 pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize, unravel};

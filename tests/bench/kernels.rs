@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use ckfs::tensor::{
     Bands, BitOrder, Bits, DType, Decode, Digit, EncodedPart, Encoder, ExponentRule, Field, Gather, IndexMap, Load,
     Loop, MatrixFactor, Operand, Operation, Program, Shape, SourceTensor, Step, Stores, TensorId, Value, Window,
-    block_index, convert_row, gather, gather_with,
+    block_index, convert_row, gather,
 };
 
 const TIME_PER_CASE: Duration = Duration::from_millis(120);
@@ -294,7 +294,7 @@ fn quantized(report: &Report) {
                 };
                 let job =
                     Gather { decode: &decode, target_bytes: 2, loops: &loops, source_offset: offset, target_offset: 0 };
-                gather(&job, &windows, &mut target);
+                gather(Stores::Cached, &job, &windows, &mut target);
                 black_box(&target);
             }
         });
@@ -375,7 +375,7 @@ fn transposes(report: &Report) {
                     source_offset: band as u64,
                     target_offset: 0,
                 };
-                gather(&job, &windows, &mut out);
+                gather(Stores::Cached, &job, &windows, &mut out);
                 black_box(&out);
             }
         });
@@ -405,7 +405,7 @@ fn transpose(
         source_offset: band as u64,
         target_offset: 0,
     };
-    gather_with(stores, &job, &[Window::whole(source)], target);
+    gather(stores, &job, &[Window::whole(source)], target);
     black_box(&*target);
 }
 
@@ -441,7 +441,7 @@ fn stacks(report: &Report) {
                                 source_offset: *first as u64,
                                 target_offset: (layer * outputs) as u64,
                             };
-                            gather(&job, &[Window::whole(matrix)], &mut tile);
+                            gather(Stores::Cached, &job, &[Window::whole(matrix)], &mut tile);
                         }
                         black_box(&tile);
                     }

@@ -20,7 +20,7 @@ use ckfs::{
     read::reference::{self, evaluate},
     tensor::{
         BitOrder, DType, Decode, Field, Gather, Load, Need, Operand, Operation, Origin, Piece, Program, Shape,
-        SourceTensor, Step, TensorId, Term, Tiling, Value, View, Window, fill, gather, needs,
+        SourceTensor, Step, Stores, TensorId, Term, Tiling, Value, View, Window, fill, gather, needs,
     },
 };
 
@@ -256,12 +256,12 @@ pub fn gathered_from(tiling: &Tiling, stretch_units: u64, tensors: &HashMap<Tens
                     let bytes: Vec<Vec<u8>> = needs.iter().map(|need| needed(need, tensors)).collect();
                     let windows: Vec<Window<'_>> =
                         needs.iter().zip(&bytes).map(|(need, bytes)| Window { bytes, start: need.start() }).collect();
-                    return gather(&job, &windows, stretch);
+                    return gather(Stores::Cached, &job, &windows, stretch);
                 }
                 let bytes = decode.source_bytes(width).unwrap();
                 let (start, end) = (offset * bytes, (offset + piece.source_bounding_units()) * bytes);
                 let window = Window { bytes: &tensors[&tensor][start as usize..end as usize], start };
-                gather(&job, &[window], stretch);
+                gather(Stores::Cached, &job, &[window], stretch);
             }
             Origin::Encoded { .. } => panic!("what encoders make has a test of its own"),
             Origin::Fill { bytes } => fill(&bytes[..width as usize], &piece.loops, piece.start - low, stretch),

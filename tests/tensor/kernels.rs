@@ -18,7 +18,7 @@ use std::ops::Range;
 use crate::common::decode_by_reference;
 use ckfs::tensor::{
     DType, Decode, Field, Gather, Load, Loop, Operand, Operation, Program, Shape, SourceTensor, Step, Stores, TensorId,
-    Value, Window, block_index, convert_row, fill, gather, gather_with,
+    Value, Window, block_index, convert_row, fill, gather,
 };
 use proptest::prelude::*;
 use sha2::{Digest, Sha256};
@@ -295,7 +295,7 @@ fn block_scales_follow_the_formula_with_partial_blocks() {
     let mut target = vec![0; rows * columns * 4];
     let loops = [Loop { extent: 77, target_stride: 1, source_stride: 1 }];
     let job = Gather { decode: &decode, target_bytes: 4, loops: &loops, source_offset: 0, target_offset: 0 };
-    gather(&job, &[Window::whole(&quantized), Window::whole(&scale_bytes)], &mut target);
+    gather(Stores::Cached, &job, &[Window::whole(&quantized), Window::whole(&scale_bytes)], &mut target);
     for row in 0..rows {
         for column in 0..columns {
             let index = row * columns + column;
@@ -417,10 +417,10 @@ fn check_gather(job: &Job, decode: &Decode, from: usize, to: usize, scale: Optio
     for start in [line, line + shift, line + to * shift % 64] {
         let streamed = &mut memory[start..start + expected.len()];
         streamed.copy_from_slice(&target[*shift..]);
-        gather_with(Stores::Streamed, &gathered, &windows, streamed);
+        gather(Stores::Streamed, &gathered, &windows, streamed);
         prop_assert!(streamed == expected, "{job:?} {decode:?}, elements of {from} and {to} bytes, past the caches");
     }
-    gather(&gathered, &windows, &mut target[*shift..]);
+    gather(Stores::Cached, &gathered, &windows, &mut target[*shift..]);
     prop_assert!(target[*shift..] == expected, "{job:?} {decode:?}, elements of {from} and {to} bytes");
     Ok(())
 }
@@ -509,7 +509,7 @@ fn shapes_of_real_conversions() {
 
 fn copy_of(loops: &[Loop], source_offset: u64, source_base: u64, source: usize, target: usize) {
     let job = Gather { decode: &Decode::Copy, target_bytes: 2, loops, source_offset, target_offset: 0 };
-    gather(&job, &[Window { bytes: &vec![0; source], start: 2 * source_base }], &mut vec![0; target]);
+    gather(Stores::Cached, &job, &[Window { bytes: &vec![0; source], start: 2 * source_base }], &mut vec![0; target]);
 }
 
 #[test]

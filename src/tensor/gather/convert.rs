@@ -41,7 +41,7 @@ impl<'a> Convert<'a> {
             converter,
             level,
             direct,
-            fused: if level.fuses() { fused } else { None },
+            fused: if level.has_avx2() { fused } else { None },
             target_bytes: element_bytes(program.target),
             collected: [0; BLOCK_ELEMENTS * FLOAT_BYTES_MAX],
             converted: [0; BLOCK_ELEMENTS * FLOAT_BYTES_MAX],

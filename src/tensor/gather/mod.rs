@@ -37,7 +37,7 @@ use super::{
 /// Bytes of the widest run that is transposed as if it were one element.
 const UNIT_BYTES_MAX: usize = 16;
 
-/// Runs `job`.
+/// Runs `job`, with the given kind of stores. The written bytes may then be passed to other threads in any way.
 ///
 /// Each of `windows` holds bytes of one operand's tensor, in the order of [`super::Value::for_each_operand`]. A window may be a
 /// fetched part or a whole mapped tensor; a plain copy or conversion has one window. Target bytes outside of all loop
@@ -46,15 +46,7 @@ const UNIT_BYTES_MAX: usize = 16;
 /// # Panics
 /// If the loops leave a window or `target`, or the element widths contradict the decoder. Both are broken invariants of
 /// the tiling, which is checked before any read.
-pub fn gather(job: &Gather<'_>, windows: &[Window<'_>], target: &mut [u8]) {
-    gather_at(Level::detected(), job, windows, target, Stores::Cached);
-}
-
-/// As [`gather`], with the given kind of stores. The written bytes may then be passed to other threads in any way.
-///
-/// # Panics
-/// As [`gather`].
-pub fn gather_with(stores: Stores, job: &Gather<'_>, windows: &[Window<'_>], target: &mut [u8]) {
+pub fn gather(stores: Stores, job: &Gather<'_>, windows: &[Window<'_>], target: &mut [u8]) {
     gather_at(Level::detected(), job, windows, target, stores);
     if stores == Stores::Streamed {
         fence();

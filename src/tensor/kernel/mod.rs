@@ -40,14 +40,8 @@ impl Level {
         Self::PORTABLE
     }
 
-    /// Whether vectors of 32 bytes may be used. AVX-512 comes with AVX2.
-    #[cfg(target_arch = "x86_64")]
+    /// Whether vectors of 32 bytes may be used: those of AVX2, with which AVX-512 comes.
     pub(crate) fn has_avx2(self) -> bool {
-        matches!(self.0, Width::Avx2 | Width::Avx512)
-    }
-
-    /// Whether conversions are fused with transposes.
-    pub(crate) fn fuses(self) -> bool {
         self != Self::PORTABLE
     }
 

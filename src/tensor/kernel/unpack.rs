@@ -70,11 +70,6 @@ fn column_portable(words: &[[u8; 4]], shift: u32, table: &Table, values: &mut [[
 /// Codes that [`products`] looks up together.
 pub(crate) const TOGETHER: usize = 16;
 
-/// Whether [`products`] is fast at this level.
-pub(crate) fn has_products(level: Level) -> bool {
-    level.0 != Width::Portable
-}
-
 /// Products of the entries for adjacent codes and one operand for each run of codes, rounded to BF16. The first run has `runs.0`
 /// codes, each other one `runs.1`, all of them multiples of [`TOGETHER`]. All entries are finite. Each run has sixteen
 /// different products, which are computed first.
@@ -111,7 +106,7 @@ type Products = [[u8; 16]; 2];
 #[inline(always)]
 fn run_products(level: Level, table: &Table, operand: u32) -> Products {
     #[cfg(target_arch = "x86_64")]
-    if has_products(level) && operand & float::F32_INFINITY != float::F32_INFINITY {
+    if level.has_avx2() && operand & float::F32_INFINITY != float::F32_INFINITY {
         // SAFETY: `Level` is made by detection only, so this processor has AVX2.
         return unsafe { x86::run_products(table, f32::from_bits(operand)) };
     }
