@@ -244,7 +244,7 @@ fn step_word(checkpoint: &Checkpoint, step: &Step) -> String {
 
 fn term_word(checkpoint: &Checkpoint, term: &Term) -> String {
     match term {
-        Term::Constant(constant) => format!("{constant:e}"),
+        Term::Constant(constant) => format!("{:e}", f32::from_bits(*constant)),
         Term::Value(value) => {
             let mut words = value_word(checkpoint, value);
             if !value.steps.is_empty() {

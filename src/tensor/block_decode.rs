@@ -173,6 +173,7 @@ impl<'a> ValueNode<'a> {
                     NodeStep::Value(*operation, Box::new(node), is_finite)
                 }
                 Step::Compute(operation, Term::Constant(constant)) => {
+                    let constant = f32::from_bits(*constant);
                     bound = bound_after(*operation, bound, constant.is_finite().then_some(constant.abs()));
                     NodeStep::Constant(step)
                 }

@@ -124,10 +124,10 @@ impl<'a> Converter<'a> {
     fn product(&self) -> Option<(bool, Operation, f32)> {
         let product = match (self.source, self.program.target, self.program.steps.as_slice()) {
             (DType::BF16, DType::BF16, [Step::Compute(operation, Term::Constant(factor))]) => {
-                (false, *operation, *factor)
+                (false, *operation, f32::from_bits(*factor))
             }
             (DType::F32, DType::BF16, [Step::Round(DType::BF16), Step::Compute(operation, Term::Constant(factor))]) => {
-                (true, *operation, *factor)
+                (true, *operation, f32::from_bits(*factor))
             }
             _ => return None,
         };
@@ -195,7 +195,7 @@ pub(super) fn constant_step(level: Level, step: &Step, values: &mut [[u8; 4]], r
         Step::Compute(operation, Term::Constant(constant)) => {
             let count = values.len();
             let (runs, _) = row::loops(*operation, false);
-            runs(level, values.as_flattened_mut(), &constant.to_bits().to_le_bytes(), count, count);
+            runs(level, values.as_flattened_mut(), &constant.to_le_bytes(), count, count);
         }
         Step::Exp => exp_all(values),
         Step::Compute(_, Term::Value(value)) => panic!("{value:?} is not constant"),
@@ -233,8 +233,8 @@ mod tests {
             programs.push(program(DType::F32, DType::BF16, vec![Step::Round(DType::BF16), multiply]));
         }
         for steps in [
-            vec![Step::Compute(Operation::Divide, Term::Constant(3.0)), Step::Round(DType::BF16)],
-            vec![Step::Compute(Operation::Subtract, Term::Constant(1e-3))],
+            vec![Step::Compute(Operation::Divide, 3.0.into()), Step::Round(DType::BF16)],
+            vec![Step::Compute(Operation::Subtract, 1e-3.into())],
             vec![Step::Exp, Step::Round(DType::BF16), Step::multiply(-1.0, false)],
             vec![Step::Round(DType::BF16), Step::multiply(0.088_388_35, true), Step::Round(DType::F16), Step::add(1.0)],
             vec![Step::multiply(-1e-30, false), Step::Round(DType::F8E5M2Fnuz), Step::Round(DType::F64)],

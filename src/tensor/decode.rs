@@ -301,26 +301,19 @@ impl Terms {
     pub const ONE: Self = Self { count: 1, stride: 0 };
 }
 
-/// Why an operand cannot be read.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct OperandError(String);
+/// That a digit divides by zero, or its table is too short.
+fn wrong_digit(number: usize) -> String {
+    format!("digit {number} of its index divides by zero, overflows or has a table that is too short")
+}
 
-impl OperandError {
-    /// That a digit divides by zero, or its table is too short.
-    fn digit(number: usize) -> Self {
-        Self(format!("digit {number} of its index divides by zero, overflows or has a table that is too short"))
-    }
+/// That values of a type have none in f32.
+fn not_float(dtype: DType) -> String {
+    format!("{dtype} values are not converted")
+}
 
-    /// That values of a type have none in f32.
-    fn not_float(dtype: DType) -> Self {
-        Self(format!("{dtype} values are not converted"))
-    }
-
-    /// That the two sides of a sum of products have different numbers of terms, or none, or a value that is no such sum has several.
-    fn terms(one: u64, other: u64) -> Self {
-        Self(format!("a sum of products with {one} terms on one side and {other} on the other"))
-    }
+/// That the two sides of a sum of products have different numbers of terms, or none, or a value that is no such sum has several.
+fn wrong_terms(one: u64, other: u64) -> String {
+    format!("a sum of products with {one} terms on one side and {other} on the other")
 }
 
 impl IndexMap {
@@ -369,20 +362,20 @@ impl IndexMap {
     }
 
     /// The greatest index.
-    fn last(&self) -> Result<u64, OperandError> {
+    fn last(&self) -> Result<u64, String> {
         let last_term = self.terms.count.saturating_sub(1).checked_mul(self.terms.stride);
-        let mut sum = last_term.ok_or_else(|| OperandError::digit(0))?;
+        let mut sum = last_term.ok_or_else(|| wrong_digit(0))?;
         for (at, digit) in self.digits.iter().enumerate() {
             let positive = [digit.divisor, digit.modulus, digit.group, digit.turn].iter().all(|number| *number > 0);
             let last = if positive { digit.last() } else { None };
-            sum = last.and_then(|last| sum.checked_add(last)).ok_or_else(|| OperandError::digit(at))?;
+            sum = last.and_then(|last| sum.checked_add(last)).ok_or_else(|| wrong_digit(at))?;
         }
         let mut borders = self.borders();
         let mut outer = borders.next();
         while let (Some(coarse), Some(fine)) = (outer, borders.next()) {
             if !coarse.is_multiple_of(fine) {
                 let axes = format!("one begins every {coarse} elements, another every {fine}");
-                return Err(OperandError(format!("the axes of its index do not nest: {axes}")));
+                return Err(format!("the axes of its index do not nest: {axes}"));
             }
             outer = Some(fine);
         }
@@ -403,10 +396,10 @@ impl Operand {
     }
 
     /// Checks that every element has a place in the tensor.
-    fn check(&self) -> Result<(), OperandError> {
+    fn check(&self) -> Result<(), String> {
         let (bits, table) = match &self.field {
             Field::Float(dtype) if dtype.is_float() || *dtype == DType::F8E8M0 => (None, None),
-            Field::Float(dtype) => return Err(OperandError::not_float(*dtype)),
+            Field::Float(dtype) => return Err(not_float(*dtype)),
             Field::Integer(bits) => (Some(bits), None),
             Field::Table(bits, table) => (Some(bits), Some(table.len())),
         };
@@ -421,7 +414,7 @@ impl Operand {
                 let read =
                     "at most 16 bits are read, high first only of 1, 2, 4 or 8, tables have an entry for each code";
                 let width = bits.width;
-                return Err(OperandError(format!("fields of {width} bits with a table of {table:?} entries: {read}")));
+                return Err(format!("fields of {width} bits with a table of {table:?} entries: {read}"));
             }
         }
         let last = self.index.last()?;
@@ -429,8 +422,7 @@ impl Operand {
         let needed_bits = needed.unwrap_or(u64::MAX);
         if needed_bits > self.tensor_bits() {
             let (found_bits, SourceTensor { dtype, shape, .. }) = (self.tensor_bits(), &self.tensor);
-            let text = format!("reads {needed_bits} bits of a tensor {dtype} {shape}, which has {found_bits}");
-            return Err(OperandError(text));
+            return Err(format!("reads {needed_bits} bits of a tensor {dtype} {shape}, which has {found_bits}"));
         }
         Ok(())
     }
@@ -504,29 +496,27 @@ impl Value {
     /// Checks that every operand can be read for every logical element.
     ///
     /// # Errors
-    /// [`OperandError`] of the first operand that cannot, and its tensor.
-    pub fn check(&self) -> Result<(), (TensorId, OperandError)> {
+    /// The tensor of the first operand that cannot, and why.
+    pub fn check(&self) -> Result<(), (TensorId, String)> {
         let of_this = |error| (self.load.tensor.id, error);
         self.load.check().map_err(of_this)?;
         if let (Some(_), Field::Integer(_) | Field::Table(..)) = (self.dot(), &self.load.field) {
-            return Err(of_this(OperandError::not_float(self.load.tensor.dtype)));
+            return Err(of_this(not_float(self.load.tensor.dtype)));
         }
         let terms = self.load.index.terms().count;
         let others = self.dot().map_or(1, |operand| operand.index.terms().count);
         if terms != others || terms == 0 {
-            return Err(of_this(OperandError::terms(terms, others)));
+            return Err(of_this(wrong_terms(terms, others)));
         }
         let after_first = self.steps.iter().skip(1);
         if let Some(Step::Dot(operand)) = after_first.into_iter().find(|step| matches!(step, Step::Dot(_))) {
-            return Err((operand.tensor.id, OperandError::terms(1, operand.index.terms().count)));
+            return Err((operand.tensor.id, wrong_terms(1, operand.index.terms().count)));
         }
         self.steps.iter().try_for_each(|step| match step {
-            Step::Round(dtype) if !dtype.is_float() => Err(of_this(OperandError::not_float(*dtype))),
+            Step::Round(dtype) if !dtype.is_float() => Err(of_this(not_float(*dtype))),
             Step::Dot(operand) => match operand.field {
                 Field::Float(_) => operand.check().map_err(|error| (operand.tensor.id, error)),
-                Field::Integer(_) | Field::Table(..) => {
-                    Err((operand.tensor.id, OperandError::not_float(operand.tensor.dtype)))
-                }
+                Field::Integer(_) | Field::Table(..) => Err((operand.tensor.id, not_float(operand.tensor.dtype))),
             },
             Step::Compute(_, Term::Value(value)) => value.check(),
             Step::Round(_) | Step::Exp | Step::Compute(_, Term::Constant(_)) => Ok(()),
@@ -564,28 +554,17 @@ pub enum Operation {
 }
 
 /// The right operand of an operation.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Term {
-    /// A constant.
-    Constant(f32),
+    /// The bits of an f32: a product with -0 is not one with 0.
+    Constant(u32),
     /// The value of the same logical element from other tensors.
     Value(Box<Value>),
 }
 
-/// Constants are compared by their bits: a product with -0 is not one with 0.
-impl PartialEq for Term {
-    fn eq(&self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::Constant(a), Self::Constant(b)) => a.to_bits() == b.to_bits(),
-            (Self::Value(a), Self::Value(b)) => a == b,
-            (Self::Constant(_), Self::Value(_)) | (Self::Value(_), Self::Constant(_)) => false,
-        }
-    }
-}
-
 impl From<f32> for Term {
     fn from(constant: f32) -> Self {
-        Self::Constant(constant)
+        Self::Constant(constant.to_bits())
     }
 }
 
@@ -605,12 +584,12 @@ impl Step {
     /// The product with a constant.
     pub const fn multiply(factor: f32, flush: bool) -> Self {
         let operation = if flush { Operation::MultiplyFlush } else { Operation::Multiply };
-        Self::Compute(operation, Term::Constant(factor))
+        Self::Compute(operation, Term::Constant(factor.to_bits()))
     }
 
     /// The sum with a constant.
     pub const fn add(addend: f32) -> Self {
-        Self::Compute(Operation::Add, Term::Constant(addend))
+        Self::Compute(Operation::Add, Term::Constant(addend.to_bits()))
     }
 }
 

@@ -236,7 +236,7 @@ impl Lowering {
         };
         let rounded = |side: &Operands, constant: u32| {
             let mut steps = chain(side).steps.clone();
-            steps.push(Step::Compute(operation, Term::Constant(f32::from_bits(constant))));
+            steps.push(Step::Compute(operation, Term::Constant(constant)));
             steps.push(Step::Round(dtype));
             (side.base, Program { load: chain(side).load.clone(), steps, target: dtype })
         };

@@ -44,8 +44,8 @@ mod view_text;
 pub use convert::convert_row;
 pub use cover::CoverFault;
 pub use decode::{
-    BitOrder, Bits, Decode, Digit, Field, IndexMap, Load, Operand, OperandError, Operation, Program, SourceTensor,
-    Step, TensorId, Term, Terms, Value, block_index,
+    BitOrder, Bits, Decode, Digit, Field, IndexMap, Load, Operand, Operation, Program, SourceTensor, Step, TensorId,
+    Term, Terms, Value, block_index,
 };
 pub use dtype::{DType, Unit};
 pub use element::Element;
@@ -53,9 +53,9 @@ pub use encode::{Band, Bands, EncodedPart, Encoder, ExponentRule, MatrixFactor, 
 pub use gather::{Gather, Loop, Stores, fill, gather};
 pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
 pub use pages::{ByteRuns, Reads, reads};
-pub use shape::{PerAxis, RANK_MAX, Region, Shape, ShapeError, to_usize, unravel};
+pub use shape::{PerAxis, RANK_MAX, Region, Shape, ViewError, to_usize, unravel};
 pub use span::{Need, needs};
 pub use strided_indices::StridedIndices;
 pub use tiling::{EncodedLeaf, Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
 pub use value::Window;
-pub use view::{EncodedMatrices, Keep, Op, View, ViewError};
+pub use view::{EncodedMatrices, Keep, Op, View};

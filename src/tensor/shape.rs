@@ -10,15 +10,31 @@ pub const RANK_MAX: usize = 8;
 /// One number per axis.
 pub type PerAxis = SmallVec<[u64; 4]>;
 
-/// Why extents do not form a shape.
+/// Why operands do not form a view, or extents no shape.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct ShapeError(String);
+pub struct ViewError(pub(super) String);
 
-impl ShapeError {
+impl ViewError {
     /// That the product of the extents does not fit 64 bits.
     pub(super) fn overflow(extents: &[u64]) -> Self {
         Self(format!("the number of elements of {extents:?} does not fit 64 bits"))
+    }
+
+    /// That an axis number is not below the rank.
+    pub fn axis(op: &str, axis: usize, shape: &Shape) -> Self {
+        Self(format!("{op}: axis {axis}, but the shape {shape} has {} axes", shape.rank()))
+    }
+
+    /// That a list of axes is not a permutation.
+    pub fn permutation(axes: &[usize], shape: &Shape) -> Self {
+        Self(format!("transpose: {axes:?} is not a permutation of the axes of {shape}"))
+    }
+}
+
+impl From<ViewError> for String {
+    fn from(error: ViewError) -> Self {
+        error.0
     }
 }
 
@@ -31,14 +47,14 @@ impl Shape {
     /// The shape with these extents.
     ///
     /// # Errors
-    /// [`ShapeError`] if there are too many axes or elements. Zero extents do not hide an overflow of the others.
-    pub fn try_new(extents: &[u64]) -> Result<Self, ShapeError> {
+    /// [`ViewError`] if there are too many axes or elements. Zero extents do not hide an overflow of the others.
+    pub fn try_new(extents: &[u64]) -> Result<Self, ViewError> {
         if extents.len() > RANK_MAX {
-            return Err(ShapeError(format!("{} axes, at most {RANK_MAX} are supported", extents.len())));
+            return Err(ViewError(format!("{} axes, at most {RANK_MAX} are supported", extents.len())));
         }
         let mut bits = 64u64;
         for extent in extents {
-            bits = bits.checked_mul((*extent).max(1)).ok_or_else(|| ShapeError::overflow(extents))?;
+            bits = bits.checked_mul((*extent).max(1)).ok_or_else(|| ViewError::overflow(extents))?;
         }
         Ok(Self(PerAxis::from_slice(extents)))
     }

@@ -18,41 +18,12 @@ use std::{
 };
 
 use super::{
-    DType, Element, Mosaic, Region, Shape, ShapeError, SourceTensor, TensorId,
+    DType, Element, Mosaic, Region, Shape, SourceTensor, TensorId,
     decode::{Field, Operand, Operation, Value, block_index},
     encode::{Bands, EncodedPart, Encoder},
-    shape::PerAxis,
+    shape::{PerAxis, ViewError},
     strided_indices::StridedIndices,
 };
-
-/// Why operands do not form a view.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct ViewError(pub(super) String);
-
-impl ViewError {
-    /// That an axis number is not below the rank.
-    pub fn axis(op: &str, axis: usize, shape: &Shape) -> Self {
-        Self(format!("{op}: axis {axis}, but the shape {shape} has {} axes", shape.rank()))
-    }
-
-    /// That a list of axes is not a permutation.
-    pub fn permutation(axes: &[usize], shape: &Shape) -> Self {
-        Self(format!("transpose: {axes:?} is not a permutation of the axes of {shape}"))
-    }
-}
-
-impl From<ShapeError> for ViewError {
-    fn from(error: ShapeError) -> Self {
-        Self(error.to_string())
-    }
-}
-
-impl From<ViewError> for String {
-    fn from(error: ViewError) -> Self {
-        error.0
-    }
-}
 
 /// An expression over tensors, with a shape and a dtype.
 #[derive(Clone, Debug)]
@@ -393,7 +364,7 @@ impl View {
         extents.get(axis).copied().ok_or_else(|| ViewError::axis(op, axis, self.shape()))
     }
 
-    fn with_extent(&self, axis: usize, extent: u64) -> Result<Shape, ShapeError> {
+    fn with_extent(&self, axis: usize, extent: u64) -> Result<Shape, ViewError> {
         let mut extents = PerAxis::from_slice(self.shape().extents());
         extents[axis] = extent;
         Shape::try_new(&extents)
@@ -596,7 +567,7 @@ impl View {
         let extent = of
             .iter()
             .try_fold(0u64, |sum, view| sum.checked_add(view.shape().extents()[axis]))
-            .ok_or_else(|| ShapeError::overflow(first.shape().extents()))?;
+            .ok_or_else(|| ViewError::overflow(first.shape().extents()))?;
         Ok(Self::new(first.with_extent(axis, extent)?, first.dtype(), Op::Concat { of: of.to_vec(), axis }))
     }
 
@@ -610,7 +581,7 @@ impl View {
             return Ok(self.clone());
         }
         let padded = extent.checked_add(before).and_then(|sum| sum.checked_add(after));
-        let padded = padded.ok_or_else(|| ShapeError::overflow(self.shape().extents()))?;
+        let padded = padded.ok_or_else(|| ViewError::overflow(self.shape().extents()))?;
         let op = Op::Pad { of: self.clone(), axis, before, after };
         Ok(Self::new(self.with_extent(axis, padded)?, self.dtype(), op))
     }

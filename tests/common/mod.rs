@@ -123,7 +123,7 @@ fn after_steps(steps: &[Step], loaded: u32, read: Read<'_>, number: u64) -> u32 
             Step::Dot(operand) => panic!("{operand:?} is no first step"),
         };
         let right = match term {
-            Term::Constant(constant) => constant.to_bits(),
+            Term::Constant(constant) => *constant,
             Term::Value(value) => value_by_reference(value, read, number),
         };
         match operation {

@@ -276,7 +276,7 @@ impl<'a> Evaluator<'a> {
                 Step::Dot(operand) => self.sum_of_products(&value.load, operand, number)?,
                 Step::Compute(operation, term) => {
                     let right = match term {
-                        Term::Constant(constant) => constant.to_bits(),
+                        Term::Constant(constant) => *constant,
                         Term::Value(value) => self.decoded(value, number)?,
                     };
                     match operation {
