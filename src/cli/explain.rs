@@ -163,10 +163,10 @@ fn describe(checkpoint: &Checkpoint, tiling: &Tiling, piece: &Piece) -> Value {
         }
         Origin::Encoded { leaf, offset, .. } => {
             let EncodedLeaf { encoding, part } = &tiling.encoded()[*leaf as usize];
-            let bands = encoding.bands();
+            let bands = &encoding.bands;
             let band = |at: u64| bands.band_of(*part, at).number;
             let read = ByteRuns::of(tiling, piece);
-            row["encoded"] = json!(encoding.name());
+            row["encoded"] = json!(&encoding.name);
             row["part"] = json!(part.word());
             row["encoder"] = json!(encoder_word(encoding));
             row["bands"] = json!([band(*offset), band(offset + piece.source_bounding_units() - 1) + 1]);
@@ -271,8 +271,8 @@ fn value_word(checkpoint: &Checkpoint, value: &DecodedValue) -> String {
 
 /// How matrices are encoded.
 fn encoder_word(encoding: &EncodedMatrices) -> String {
-    let encoder = encoding.bands().encoder();
-    match encoding.given() {
+    let encoder = encoding.bands.encoder();
+    match encoding.given.as_ref() {
         Some(_) => {
             format!("{encoder}, where the scale that is stored is no power of two; else stored codes and exponents")
         }
@@ -317,7 +317,7 @@ fn expression(checkpoint: &Checkpoint, view: &View) -> Value {
         }
         Op::Encoded { of: encoding, part } => {
             let encoder = encoder_word(encoding);
-            (json!({"op": "encode", "part": part.word(), "encoder": encoder, "dtype": dtype}), of(encoding.input()))
+            (json!({"op": "encode", "part": part.word(), "encoder": encoder, "dtype": dtype}), of(&encoding.input))
         }
         Op::Quantized(value) => {
             let mut tensors = Vec::new();

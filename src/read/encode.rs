@@ -130,7 +130,7 @@ impl Engine {
         touched: &mut TouchedFiles,
         mode: FillMode,
     ) -> Result<(), ReadError> {
-        let bands = leaf.encoding.bands();
+        let bands = &leaf.encoding.bands;
         let width = bands.dtype(leaf.part).unit().bytes;
         let mut left = vec![job.piece.clone()];
         while let Some(piece) = left.pop() {
@@ -176,8 +176,8 @@ impl Engine {
             }
             EncodedPart::Codes => {
                 let key = TileKey { file: ENCODED | encoding.id(), segment: 0, index: band.number };
-                let (_, elements) = encoding.bands().input_of(band.number);
-                let len = encoding.bands().bytes_of(EncodedPart::Codes, elements);
+                let (_, elements) = encoding.bands.input_of(band.number);
+                let len = encoding.bands.bytes_of(EncodedPart::Codes, elements);
                 let make = |bytes: &mut Buffer| self.make_band(encoding, band.number, Some(bytes), mode);
                 let compute = |room| self.make_tile(len, room, |bytes| Ok(make(bytes)?.files.clone()));
                 match self.rooms.cache.get(key, Demand::Reader, len, &self.counters, &|| None, compute) {
@@ -208,11 +208,11 @@ impl Engine {
         codes: Option<&mut Buffer>,
         mode: FillMode,
     ) -> Result<Arc<BandScales>, ReadError> {
-        let bands = encoding.bands();
+        let bands = &encoding.bands;
         let (first, elements) = bands.input_of(number);
-        let (input, mut files) = self.elements((encoding.id(), false), encoding.input(), (first, elements), mode)?;
+        let (input, mut files) = self.elements((encoding.id(), false), &encoding.input, (first, elements), mode)?;
         let mut given = None;
-        if let Some(view) = encoding.given() {
+        if let Some(view) = encoding.given.as_ref() {
             let run = bands.encoder().block(bands.matrix().1).1;
             let (scales, of_scales) =
                 self.elements((encoding.id(), true), view, (first / run, elements / run), mode)?;
@@ -227,7 +227,7 @@ impl Engine {
         let codes = codes.map(|codes| &mut **codes);
         bands
             .encode(&input, factor, given.as_deref(), codes, &mut scales)
-            .map_err(|found| uncodable(encoding.name(), encoding.input().shape(), first, found))?;
+            .map_err(|found| uncodable(&encoding.name, encoding.input.shape(), first, found))?;
         self.check_touched(&files)?;
         let made = Arc::new(BandScales { bytes: scales, files });
         let most = SCALE_BYTES_MAX.min(self.options().tile_cache_bytes / SCALE_PART);
@@ -244,7 +244,7 @@ impl Engine {
     /// # Errors
     /// As of a read of their codes: the first element that has no code, or an error of a source.
     pub fn check_encoded(&self, matrices: &Arc<EncodedMatrices>) -> Result<(), ReadError> {
-        let bands = matrices.bands();
+        let bands = &matrices.bands;
         let mode = FillMode::cached(Path::Tiles);
         (0..bands.matrices() * bands.per_matrix())
             .try_for_each(|number| self.make_band(matrices, number, None, mode).map(drop))
@@ -294,14 +294,14 @@ impl Engine {
         let made = self.encoded.reductions.get((encoding.id(), matrix), &(), &request, make);
         let reduced = made.unwrap_or(Err(ReadError::Internal { what: "a reduction is always made" }))?;
         touch(touched, &reduced.files);
-        Ok(encoding.bands().encoder().factor(reduced.greatest))
+        Ok(encoding.bands.encoder().factor(reduced.greatest))
     }
 
     fn reduce(&self, encoding: &EncodedMatrices, matrix: u64, mode: FillMode) -> Result<Reduced, ReadError> {
         let mut reduced = Reduced { greatest: 0.0, files: TouchedFiles::new() };
-        for (name, view) in encoding.together() {
+        for (name, view) in &encoding.together {
             let tiling = view.lower()?;
-            let count = view.shape().elements() / encoding.bands().matrices();
+            let count = view.shape().elements() / encoding.bands.matrices();
             for first in (0..count).step_by(to_usize(REDUCED_ELEMENTS)) {
                 let len = REDUCED_ELEMENTS.min(count - first);
                 let first = matrix * count + first;

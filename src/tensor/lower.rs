@@ -69,11 +69,11 @@ impl Tiling {
             Origin::Encoded { leaf, offset, .. } => (&self.encoded()[leaf as usize], offset),
         };
         let EncodedLeaf { encoding, part } = leaf;
-        let bands = encoding.bands();
+        let bands = &encoding.bands;
         let last = offset + piece.source_bounding_units() - 1;
         let numbers = bands.band_of(*part, offset).number..=bands.band_of(*part, last).number;
         if *part != EncodedPart::Factor {
-            let tiling = encoding.input().lower()?;
+            let tiling = encoding.input.lower()?;
             let (low, _) = bands.input_of(*numbers.start());
             let (last, count) = bands.input_of(*numbers.end());
             tiling.cut(low, last + count, &mut |piece| {
@@ -83,7 +83,7 @@ impl Tiling {
             });
         }
         if bands.encoder().has_factor() {
-            for (_, view) in encoding.together() {
+            for (_, view) in &encoding.together {
                 let tiling = view.lower()?;
                 tiling.pieces().iter().filter(|piece| !matches!(piece.origin, Origin::Fill { .. })).for_each(|piece| {
                     each(&tiling, piece);

@@ -198,11 +198,16 @@ impl fmt::Debug for EncodingId {
 #[derive(Debug)]
 pub struct EncodedMatrices {
     id: EncodingId,
-    name: String,
-    bands: Bands,
-    input: View,
-    together: Vec<(String, View)>,
-    given: Option<View>,
+    /// The name for messages.
+    pub name: String,
+    /// How the matrices are encoded.
+    pub bands: Bands,
+    /// The matrices, as BF16, F16 or F32.
+    pub input: View,
+    /// The views whose greatest magnitude gives the factor, with their names.
+    pub together: Vec<(String, View)>,
+    /// The scales with which the matrices are stored, as F32, one for each block, if their exponents are kept.
+    pub given: Option<View>,
 }
 
 impl EncodedMatrices {
@@ -246,31 +251,6 @@ impl EncodedMatrices {
     /// A number that no other encoding of this process has.
     pub const fn id(&self) -> u64 {
         self.id.0
-    }
-
-    /// The name for messages.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// How the matrices are encoded.
-    pub const fn bands(&self) -> &Bands {
-        &self.bands
-    }
-
-    /// The matrices, as BF16, F16 or F32.
-    pub const fn input(&self) -> &View {
-        &self.input
-    }
-
-    /// The scales with which the matrices are stored, as F32, one for each block, if their exponents are kept.
-    pub const fn given(&self) -> Option<&View> {
-        self.given.as_ref()
-    }
-
-    /// The views whose greatest magnitude gives the factor, with their names.
-    pub fn together(&self) -> &[(String, View)] {
-        &self.together
     }
 }
 

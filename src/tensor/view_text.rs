@@ -49,7 +49,12 @@ impl fmt::Display for View {
                 write!(f, "multiply({left}, {right}{})", if *flush { ", flush" } else { "" })
             }
             Op::Encoded { of, part } => {
-                write!(f, "encode({}, {part:?}{})", of.input(), if of.given().is_some() { ", scales kept" } else { "" })
+                write!(
+                    f,
+                    "encode({}, {part:?}{})",
+                    &of.input,
+                    if of.given.as_ref().is_some() { ", scales kept" } else { "" }
+                )
             }
             Op::Quantized(value) => {
                 write!(f, "decode({}", self.shape())?;

@@ -235,9 +235,9 @@ fn blocks_of_a_slice_are_blocks_of_the_whole() {
     for encoder in ENCODERS.into_iter().filter(|encoder| !encoder.has_factor()) {
         for_choices(encoder, 12, |mut choices| {
             let Case { checkpoint, encoding, _dir } = case(encoder, &mut choices);
-            let input = encoding.input();
+            let input = &encoding.input;
             let axes = input.shape().rank();
-            let (rows, columns) = encoding.bands().matrix();
+            let (rows, columns) = encoding.bands.matrix();
             let (block_rows, block_columns) = encoder.block(columns);
             let mut some = |extent: u64, block: u64| {
                 let blocks = extent.div_ceil(block);
@@ -398,9 +398,9 @@ fn blocks_with_exponents_keep_their_codes_and_others_are_encoded_anew() {
             let says = dtype == DType::F8E8M0 || scale_fmt == Some("ue8m0");
             let fits = blocks.block.1.is_multiple_of(32);
             let Op::Encoded { of, .. } = of_codes.op() else { unreachable!() };
-            prop_assert_eq!(of.given().is_some(), says && fits, "{:?}", blocks.block);
+            prop_assert_eq!(of.given.as_ref().is_some(), says && fits, "{:?}", blocks.block);
             // The decoder, which is tested elsewhere, gives the numbers before; a slow one those after.
-            let before = bytes(of.input());
+            let before = bytes(&of.input);
             let (mut kept, mut new) = kept_and_new.get();
             for (group, scale) in scales.iter().copied().enumerate() {
                 let (row, column) = (group as u64 * 32 / blocks.columns, group as u64 * 32 % blocks.columns);

@@ -379,13 +379,13 @@ impl Expression {
                 }
             }
             Op::Encoded { of, part } => {
-                let (encoder, (rows, columns)) = (of.bands().encoder(), of.bands().matrix());
+                let (encoder, (rows, columns)) = (of.bands.encoder(), of.bands.matrix());
                 let (block_rows, block_columns) = encoder.block(columns);
                 let (codes, elements) = encoder.packed();
                 self.add_numbers(18, &[*part as u64, rows, columns, block_rows, block_columns, codes, elements]);
-                self.add(of.input());
+                self.add(&of.input);
                 if encoder.has_factor() {
-                    of.together().iter().for_each(|(_, view)| self.add(view));
+                    of.together.iter().for_each(|(_, view)| self.add(view));
                 }
             }
             Op::Fill(_) => self.add_numbers(1, view.shape().extents()),

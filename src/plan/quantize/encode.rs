@@ -240,7 +240,7 @@ impl<'a> Quantizer<'a> {
     pub(crate) fn parts(&self, name: &str, codes: &View) -> Result<Option<Encoded>, Problem> {
         let named = |error: ViewError| Problem::View { name: name.to_owned(), error };
         let Some(encoding) = encoding_of(codes) else { return Ok(None) };
-        let bands = encoding.bands();
+        let bands = &encoding.bands;
         let (_, columns) = bands.matrix();
         let (block_rows, block_columns) = bands.encoder().block(columns);
         let mut shape = PerAxis::from_slice(codes.shape().extents());
@@ -335,7 +335,7 @@ fn part(encoding: &Arc<EncodedMatrices>, stored: Stored) -> Result<View, ViewErr
             factor.reshape_to(&extents[..extents.len() - 1])
         }
         Stored::Shape => {
-            let (rows, columns) = encoding.bands().matrix();
+            let (rows, columns) = encoding.bands.matrix();
             of_numbers(&[rows, columns], factor().shape())
         }
     }

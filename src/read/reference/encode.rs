@@ -222,8 +222,8 @@ impl ScalesByDefinition {
         index: &[u64],
         values: &mut Values<'_>,
     ) -> Result<u64, ReferenceError> {
-        let encoder = of.bands().encoder();
-        let extents = of.input().shape().extents();
+        let encoder = of.bands.encoder();
+        let extents = of.input.shape().extents();
         let outer_axes = extents.len() - 2;
         let outer = SmallVec::from_slice(&index[..outer_axes]);
         let (rows, columns) = (extents[outer_axes], extents[outer_axes + 1]);
@@ -235,7 +235,7 @@ impl ScalesByDefinition {
             }
             EncodedPart::Biases => {
                 let scale = self.block_scale(of, &outer, (index[outer_axes], index[outer_axes + 1]), values)?;
-                Ok(round(of.input().dtype(), scale.bias.to_bits()))
+                Ok(round(of.input.dtype(), scale.bias.to_bits()))
             }
             EncodedPart::Codes if encoder == Encoder::Q8_0 => {
                 let (row, byte) = (index[outer_axes], index[outer_axes + 1]);
@@ -245,7 +245,7 @@ impl ScalesByDefinition {
                 let mut place = outer;
                 place.extend([row, block * 32 + element]);
                 // The divisor is what it is multiplied by.
-                Ok(code(encoder, times(f32::from_bits(values(of.input(), &place)?), scale.divisor)))
+                Ok(code(encoder, times(f32::from_bits(values(&of.input, &place)?), scale.divisor)))
             }
             EncodedPart::Codes => {
                 let (bits, width) = widths(encoder);
@@ -255,7 +255,7 @@ impl ScalesByDefinition {
                     let scale = self.block_scale(of, &outer, (row / block_rows, column / block_columns), values)?;
                     let mut place = outer.clone();
                     place.extend([row, column]);
-                    let value = less(f32::from_bits(values(of.input(), &place)?), scale.bias);
+                    let value = less(f32::from_bits(values(&of.input, &place)?), scale.bias);
                     let code = code(encoder, over(value, scale.divisor));
                     // A code may begin in the element before.
                     packed |=
@@ -317,13 +317,13 @@ impl ScalesByDefinition {
         values: &mut Values<'_>,
     ) -> Result<f32, ReferenceError> {
         let mut greatest = 0f32;
-        for (name, view) in of.together() {
+        for (name, view) in &of.together {
             let extents = view.shape().extents();
             let (rows, columns) = (extents[extents.len() - 2], extents[extents.len() - 1]);
             let (low, high) = Self::bounds((name, view), outer, 0..rows, &(0..columns), values)?;
             greatest = greatest.max(high).max(-low);
         }
-        let Encoder::Nvfp4(rule) = of.bands().encoder() else {
+        let Encoder::Nvfp4(rule) = of.bands.encoder() else {
             return Ok(if_zero(over(greatest, 448.0), f32::EPSILON));
         };
         Ok(match rule {
@@ -368,8 +368,8 @@ impl ScalesByDefinition {
     ) -> Result<BlockScale, ReferenceError> {
         let (_, outer, row, column) = key;
         let (row, column) = (*row, *column);
-        let encoder = of.bands().encoder();
-        let extents = of.input().shape().extents();
+        let encoder = of.bands.encoder();
+        let extents = of.input.shape().extents();
         let (rows, columns) = (extents[extents.len() - 2], extents[extents.len() - 1]);
         let (block_rows, block_columns) = block(encoder, (rows, columns));
         let range = |at: u64, size: u64, end: u64| at * size..((at + 1) * size).min(end);
@@ -379,7 +379,7 @@ impl ScalesByDefinition {
         if let Some(scale) = shared {
             return Ok(scale);
         }
-        let given = match of.given() {
+        let given = match of.given.as_ref() {
             Some(view) => {
                 let mut index: SmallVec<[u64; 8]> = SmallVec::from_slice(outer);
                 index.extend([row, column]);
@@ -391,10 +391,10 @@ impl ScalesByDefinition {
             let divisor = self.factor(of, outer, values)?;
             BlockScale::plain(u64::from(divisor.to_bits()), divisor)
         } else {
-            let (least, greatest) = Self::bounds((of.name(), of.input()), outer, rows, &columns, values)?;
+            let (least, greatest) = Self::bounds((&of.name, &of.input), outer, rows, &columns, values)?;
             let magnitude = greatest.max(-least);
             match (encoder, given) {
-                (Encoder::Affine { bits, .. }, _) => affine(of.input().dtype(), bits, (least, greatest)),
+                (Encoder::Affine { bits, .. }, _) => affine(of.input.dtype(), bits, (least, greatest)),
                 (_, Some(exponent)) => exponent_scale(exponent),
                 (_, None) => self.scale_of(of, outer, magnitude, values)?,
             }
@@ -422,7 +422,7 @@ impl ScalesByDefinition {
             if divisor == 0.0 { BlockScale::plain(zero, epsilon) } else { BlockScale::plain(stored, divisor) }
         };
         let quotient = over(greatest, 448.0);
-        Ok(match of.bands().encoder() {
+        Ok(match of.bands.encoder() {
             Encoder::Fp8Block { power_of_two: true } if quotient > 0.0 => {
                 plain(exponent_scale(exponent_above(quotient).max(-126)).divisor)
             }
@@ -456,7 +456,7 @@ impl ScalesByDefinition {
                 BlockScale::plain(as_type(DType::F16, scale).0, if inverse.is_finite() { inverse } else { 0.0 })
             }
             Encoder::MlxMxfp4 => {
-                let dtype = of.input().dtype();
+                let dtype = of.input.dtype();
                 let quotient = as_type(dtype, over(greatest, 6.0)).1;
                 exponent_scale(if quotient == 0.0 { 0 } else { exponent_above(quotient) })
             }
