@@ -66,8 +66,6 @@ impl Default for Known {
 /// What is kept of blocks and matrices.
 #[derive(Debug)]
 pub(super) struct ScalesByDefinition {
-    /// The scale of the element before, which is mostly that of this one.
-    last: Option<(Place, BlockScale)>,
     own: Known,
     shared: KnownScales,
 }
@@ -211,7 +209,7 @@ fn code(encoder: Encoder, quotient: f32) -> u64 {
 
 impl ScalesByDefinition {
     pub(super) fn new(shared: KnownScales) -> Self {
-        Self { last: None, own: Known::default(), shared }
+        Self { own: Known::default(), shared }
     }
 
     /// The bits of an element of what an encoder makes.
@@ -344,22 +342,15 @@ impl ScalesByDefinition {
         values: &mut Values<'_>,
     ) -> Result<BlockScale, ReferenceError> {
         let key: Place = (of.id(), outer.clone(), row, column);
-        if let Some((last, scale)) = &self.last
-            && *last == key
-        {
+        if let Some(scale) = self.own.scales.get(&key) {
             return Ok(*scale);
         }
-        let own = self.own.scales.get(&key).copied();
-        let scale = match own {
-            Some(scale) => scale,
-            None => self.found_scale(of, &key, values)?,
-        };
-        self.own.scales.put(key.clone(), scale);
-        self.last = Some((key, scale));
+        let scale = self.found_scale(of, &key, values)?;
+        self.own.scales.put(key, scale);
         Ok(scale)
     }
 
-    /// The scale of a block that is not the last one.
+    /// The scale of a block that this evaluator has not kept.
     fn found_scale(
         &mut self,
         of: &EncodedMatrices,

@@ -144,28 +144,28 @@ impl<'a> Convert<'a> {
 }
 
 /// A gather that decodes. Its source positions are logical elements, not bytes.
-pub(super) struct DecodedGather<'a> {
-    pub(super) values: ValueDecoder<'a>,
-}
-
-impl DecodedGather<'_> {
-    pub(super) fn run(&mut self, level: Level, axes: &[Axis], place: Position, target: &mut [u8], stores: Stores) {
-        let unit = self.values.target_bytes;
-        if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
-            plan.width = block_decode::BLOCK_ELEMENTS;
-            let codes = Some(self.values.codes());
-            let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
-                let firsts: SmallVec<[u64; GROUP_ROWS_MAX]> = offsets.iter().map(|offset| *offset as u64).collect();
-                self.values.lines(&firsts, stride as u64, count, scratch);
-            };
-            let method = LineMethod::Read { together: ROWS_AT_ONCE, read: &mut read, codes };
-            plan.run(level, place, &[], target, stores, method);
-            return;
-        }
-        each_line(axes, place, unit, target, &mut |place, stride, _, target| {
-            self.values.line(place.source as u64, stride as u64, target);
-        });
+pub(super) fn decode(
+    values: &mut ValueDecoder<'_>,
+    level: Level,
+    axes: &[Axis],
+    place: Position,
+    target: &mut [u8],
+    stores: Stores,
+) {
+    let unit = values.target_bytes;
+    if let Some(mut plan) = Blocks::plan(axes, 1, unit) {
+        plan.width = block_decode::BLOCK_ELEMENTS;
+        let codes = Some(values.codes());
+        let mut read = |offsets: &[usize], stride: usize, count: usize, scratch: &mut [u8]| {
+            let firsts: SmallVec<[u64; GROUP_ROWS_MAX]> = offsets.iter().map(|offset| *offset as u64).collect();
+            values.lines(&firsts, stride as u64, count, scratch);
+        };
+        let method = LineMethod::Read { together: ROWS_AT_ONCE, read: &mut read, codes };
+        return plan.run(level, place, &[], target, stores, method);
     }
+    each_line(axes, place, unit, target, &mut |place, stride, _, target| {
+        values.line(place.source as u64, stride as u64, target);
+    });
 }
 
 /// Makes the elements of `axes` line by line. `line` makes so many, which are `stride` apart in the source, in a contiguous target.

@@ -24,7 +24,7 @@ pub use self::job::{Gather, Loop, Stores};
 use self::{
     axes::{Axes, Position, bytes, canonical, check_bounds, copy_line, each},
     blocks::{Blocks, LineMethod},
-    convert::{Convert, DecodedGather},
+    convert::{Convert, decode},
 };
 use super::{
     Decode, Load, Program, Window,
@@ -63,8 +63,8 @@ fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mu
         let axes = canonical(job.loops, 1, target_bytes);
         let place = Position { source: bytes(job.source_offset, 1), target: bytes(job.target_offset, target_bytes) };
         check_bounds("target", place.target, &axes, |axis| axis.target, target_bytes, target.len());
-        let values = ValueDecoder::new(program, value, level, windows);
-        return DecodedGather { values }.run(level, &axes, place, target, stores);
+        let mut values = ValueDecoder::new(program, value, level, windows);
+        return decode(&mut values, level, &axes, place, target, stores);
     }
     let [Window { bytes: source, start }] = *windows else { panic!("{} windows of one tensor", windows.len()) };
     let source_bytes = match job.decode {

@@ -88,34 +88,31 @@ impl RowEncoder {
         for (value, bytes) in self.values.iter_mut().zip(wide.as_chunks::<4>().0) {
             *value = f32::from_le_bytes(*bytes);
         }
-        if self.runs == RowCoding::Q8_0 {
-            if let Some(codes) = codes {
-                q8_0(self.level, &self.values, codes);
-            }
-            return true;
-        }
-        bounds(self.level, &self.values, self.run, &mut self.found);
         let (bits, most) = match self.runs {
-            RowCoding::Affine(bits) => (bits, f32::from(u8::MAX >> (8 - bits))),
-            RowCoding::E2m1 | RowCoding::Q8_0 => (4, 0.0),
-        };
-        match self.runs {
-            RowCoding::Affine(_) => {
-                self.found.iter_mut().for_each(|found| *found = scale_and_bias(*found, most));
-                if self.found.iter().any(|[scale, _]| !scale.is_normal()) {
-                    return false;
+            RowCoding::Q8_0 => {
+                if let Some(codes) = codes {
+                    q8_0(self.level, &self.values, codes);
                 }
-                let narrow = row::narrow(self.dtype).expect("an input is of floats");
-                for (part, stored) in [scales, biases].into_iter().enumerate() {
-                    let wide: Vec<u8> = self.found.iter().flat_map(|found| found[part].to_le_bytes()).collect();
-                    narrow(self.level, &wide, stored);
-                }
+                return true;
             }
-            RowCoding::E2m1 | RowCoding::Q8_0 => {
-                for (found, stored) in self.found.iter_mut().zip(scales) {
-                    *stored = exponent(*found, self.dtype);
-                    found[0] = f32::from_bits(if *stored == 0 { HALF_LEAST_NORMAL } else { u32::from(*stored) << 23 });
-                }
+            RowCoding::Affine(bits) => (bits, f32::from(u8::MAX >> (8 - bits))),
+            RowCoding::E2m1 => (4, 0.0),
+        };
+        bounds(self.level, &self.values, self.run, &mut self.found);
+        if self.runs == RowCoding::E2m1 {
+            for (found, stored) in self.found.iter_mut().zip(scales) {
+                *stored = exponent(*found, self.dtype);
+                found[0] = f32::from_bits(if *stored == 0 { HALF_LEAST_NORMAL } else { u32::from(*stored) << 23 });
+            }
+        } else {
+            self.found.iter_mut().for_each(|found| *found = scale_and_bias(*found, most));
+            if self.found.iter().any(|[scale, _]| !scale.is_normal()) {
+                return false;
+            }
+            let narrow = row::narrow(self.dtype).expect("an input is of floats");
+            for (part, stored) in [scales, biases].into_iter().enumerate() {
+                let wide: Vec<u8> = self.found.iter().flat_map(|found| found[part].to_le_bytes()).collect();
+                narrow(self.level, &wide, stored);
             }
         }
         let Some(codes) = codes else { return true };

@@ -372,37 +372,32 @@ pub(crate) fn narrow(dtype: DType) -> Option<Row> {
     if dtype == DType::U8 { Some(narrow_u8) } else { conversions(dtype).map(|(_, narrow)| narrow) }
 }
 
-/// The loops from a type to f32 and back.
+/// The loops from each float type to f32 and back.
+const CONVERSIONS: [(DType, Row, Row); 8] = [
+    (DType::F64, widen_f64, narrow_f64),
+    (DType::F32, copy, copy),
+    (DType::BF16, widen_bf16, narrow_bf16),
+    (DType::F16, widen_f16, narrow_f16),
+    (DType::F8E5M2, widen_f8e5m2, narrow_f8e5m2),
+    (DType::F8E4M3, widen_f8e4m3, narrow_f8e4m3),
+    (DType::F8E5M2Fnuz, widen_f8e5m2_fnuz, narrow_f8e5m2_fnuz),
+    (DType::F8E4M3Fnuz, widen_f8e4m3_fnuz, narrow_f8e4m3_fnuz),
+];
+
 fn conversions(dtype: DType) -> Option<(Row, Row)> {
-    Some(match dtype {
-        DType::F64 => (widen_f64, narrow_f64),
-        DType::F32 => (copy, copy),
-        DType::BF16 => (widen_bf16, narrow_bf16),
-        DType::F16 => (widen_f16, narrow_f16),
-        DType::F8E5M2 => (widen_f8e5m2, narrow_f8e5m2),
-        DType::F8E4M3 => (widen_f8e4m3, narrow_f8e4m3),
-        DType::F8E5M2Fnuz => (widen_f8e5m2_fnuz, narrow_f8e5m2_fnuz),
-        DType::F8E4M3Fnuz => (widen_f8e4m3_fnuz, narrow_f8e4m3_fnuz),
-        DType::Bool
-        | DType::F4
-        | DType::F6E2M3
-        | DType::F6E3M2
-        | DType::U8
-        | DType::I8
-        | DType::F8E8M0
-        | DType::I16
-        | DType::U16
-        | DType::I32
-        | DType::U32
-        | DType::C64
-        | DType::I64
-        | DType::U64 => return None,
-    })
+    CONVERSIONS.iter().find(|(of, ..)| *of == dtype).map(|(_, widen, narrow)| (*widen, *narrow))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_float_converts_and_nothing_else() {
+        for dtype in DType::ALL {
+            assert_eq!(conversions(*dtype).is_some(), dtype.is_float(), "{dtype}");
+        }
+    }
 
     /// Strata of f32: every exponent and sign with mantissas at and around rounding boundaries of all narrower types.
     fn strata() -> Vec<u8> {
