@@ -149,17 +149,16 @@ impl<'a> Evaluator<'a> {
 
     /// The bits of one element, low bits first.
     fn element(&mut self, view: &View, index: &[u64]) -> Result<u64, ReferenceError> {
+        let mut inner = ElementIndex::from_slice(index);
         match view.op() {
             Op::Source(tensor) => self.element_of(tensor, stored_bytes(tensor), ravel(index, &tensor.shape)),
             Op::Mosaic(mosaic) => self.mosaic_element(mosaic, index),
             Op::Fill(element) => Ok(fill_bits(element)),
             Op::Slice { of, axis, start, step, stop: _ } => {
-                let mut inner = ElementIndex::from_slice(index);
                 inner[*axis] = start + inner[*axis] * step;
                 self.element(of, &inner)
             }
             Op::Gather { of, axis, runs } => {
-                let mut inner = ElementIndex::from_slice(index);
                 let mut place = inner[*axis];
                 for run in runs.iter() {
                     if place < run.count {
@@ -172,7 +171,6 @@ impl<'a> Evaluator<'a> {
                 unreachable!("the runs have as many indexes as the axis of the view")
             }
             Op::Transpose { of, axes } => {
-                let mut inner = ElementIndex::from_elem(0, index.len());
                 for (position, axis) in index.iter().zip(axes) {
                     inner[*axis] = *position;
                 }
@@ -180,12 +178,10 @@ impl<'a> Evaluator<'a> {
             }
             Op::Reshape { of } => self.element(of, &unravel(ravel(index, view.shape()), of.shape())),
             Op::Stack { of, axis } => {
-                let mut inner = ElementIndex::from_slice(index);
                 let which = inner.remove(*axis);
                 self.element(&of[usize::try_from(which).expect("an index into a vector")], &inner)
             }
             Op::Concat { of, axis } => {
-                let mut inner = ElementIndex::from_slice(index);
                 let mut operands = of.iter();
                 loop {
                     let operand = operands.next().expect("the extents of the operands sum to the view's");
@@ -197,7 +193,6 @@ impl<'a> Evaluator<'a> {
                 }
             }
             Op::Pad { of, axis, before, after: _ } => {
-                let mut inner = ElementIndex::from_slice(index);
                 let extent = of.shape().extents()[*axis];
                 match inner[*axis].checked_sub(*before) {
                     Some(position) if position < extent => {
