@@ -1,8 +1,7 @@
 //! Transposes of small blocks within the first-level cache.
 //!
-//! Element `c` of line `r` goes to `target[c * pitch + r]`. Elements of 1, 2, 4 and 8 bytes are transposed in registers on
-//! x86-64, whose baseline has the instructions, and in wider registers where available. All others, and the edges of a block,
-//! are transposed one by one.
+//! Element `c` of line `r` goes to `target[c * pitch + r]`. Elements of 1, 2, 4 and 8 bytes are transposed in registers where a
+//! processor has AVX2. All others, and the edges of a block, are transposed one by one.
 #![allow(unsafe_code)]
 #![allow(clippy::inline_always, reason = "registers must stay registers")]
 
@@ -147,29 +146,24 @@ fn registers(_: Level, _: Lines<'_>, _: &mut [u8], _: usize) -> (usize, usize) {
 #[cfg(target_arch = "x86_64")]
 fn registers(level: Level, lines: Lines<'_>, target: &mut [u8], pitch: usize) -> (usize, usize) {
     lines.check(pitch, target.len());
-    // SAFETY: all lines and their target lines lie in the slices by the check above. SSE2 is part of x86-64, and the level says whether
-    // there is AVX2.
+    if !level.has_avx2() {
+        return (0, 0);
+    }
+    // SAFETY: all lines and their target lines lie in the slices by the check above. The level says that there is AVX2.
     unsafe {
         if let Some(fused) = lines.fused {
             let exact = fused.exact;
-            return match (fused.kind, level.has_avx2()) {
-                (FusedKind::Multiply(factor), true) => x86::two_bytes::<2, true>(lines, exact, factor, target, pitch),
-                (FusedKind::Round, true) => x86::two_bytes::<4, false>(lines, exact, 1.0, target, pitch),
-                (FusedKind::RoundMultiply(factor), true) => {
-                    x86::two_bytes::<4, true>(lines, exact, factor, target, pitch)
-                }
-                (_, false) => (0, 0),
+            return match fused.kind {
+                FusedKind::Multiply(factor) => x86::two_bytes::<2, true>(lines, exact, factor, target, pitch),
+                FusedKind::Round => x86::two_bytes::<4, false>(lines, exact, 1.0, target, pitch),
+                FusedKind::RoundMultiply(factor) => x86::two_bytes::<4, true>(lines, exact, factor, target, pitch),
             };
         }
-        match (lines.unit, level.has_avx2()) {
-            (1, false) => x86::narrow_1(lines, target, pitch),
-            (2, false) => x86::narrow_2(lines, target, pitch),
-            (4, false) => x86::narrow_4(lines, target, pitch),
-            (8, false) => x86::narrow_8(lines, target, pitch),
-            (1, true) => x86::wide_1(lines, target, pitch),
-            (2, true) => x86::two_bytes::<2, false>(lines, &|_, _| (), 1.0, target, pitch),
-            (4, true) => x86::wide_4(lines, target, pitch),
-            (8, true) => x86::wide_8(lines, target, pitch),
+        match lines.unit {
+            1 => x86::wide_1(lines, target, pitch),
+            2 => x86::two_bytes::<2, false>(lines, &|_, _| (), 1.0, target, pitch),
+            4 => x86::wide_4(lines, target, pitch),
+            8 => x86::wide_8(lines, target, pitch),
             _ => (0, 0),
         }
     }

@@ -7,14 +7,13 @@
 #![allow(unused_unsafe, reason = "these intrinsics are safe where the compiler knows their instructions to be enabled")]
 
 use std::arch::x86_64::{
-    __m256i, _CMP_UNORD_Q, _mm_loadu_si128, _mm_storeu_si128, _mm_unpackhi_epi8, _mm_unpackhi_epi16,
-    _mm_unpackhi_epi32, _mm_unpackhi_epi64, _mm_unpacklo_epi8, _mm_unpacklo_epi16, _mm_unpacklo_epi32,
-    _mm_unpacklo_epi64, _mm256_add_epi16, _mm256_add_epi32, _mm256_adds_epu16, _mm256_and_si256, _mm256_blend_epi16,
-    _mm256_castps_si256, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_extracti128_si256,
-    _mm256_loadu_si256, _mm256_max_epu16, _mm256_min_epu16, _mm256_mul_ps, _mm256_or_si256, _mm256_set1_epi16,
-    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_slli_epi32, _mm256_srli_epi32, _mm256_sub_epi16,
-    _mm256_subs_epu16, _mm256_testz_si256, _mm256_unpackhi_epi8, _mm256_unpackhi_epi16, _mm256_unpackhi_epi32,
-    _mm256_unpackhi_epi64, _mm256_unpacklo_epi8, _mm256_unpacklo_epi16, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
+    __m256i, _CMP_UNORD_Q, _mm_storeu_si128, _mm256_add_epi16, _mm256_add_epi32, _mm256_adds_epu16, _mm256_and_si256,
+    _mm256_blend_epi16, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
+    _mm256_extracti128_si256, _mm256_loadu_si256, _mm256_max_epu16, _mm256_min_epu16, _mm256_mul_ps, _mm256_or_si256,
+    _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_slli_epi32, _mm256_srli_epi32,
+    _mm256_sub_epi16, _mm256_subs_epu16, _mm256_testz_si256, _mm256_unpackhi_epi8, _mm256_unpackhi_epi16,
+    _mm256_unpackhi_epi32, _mm256_unpackhi_epi64, _mm256_unpacklo_epi8, _mm256_unpacklo_epi16, _mm256_unpacklo_epi32,
+    _mm256_unpacklo_epi64,
 };
 use std::array::from_fn;
 
@@ -38,27 +37,6 @@ impl Lines<'_> {
     }
 }
 
-/// Loads 16 bytes of each line.
-macro_rules! load_16 {
-    ($from:expr) => {
-        _mm_loadu_si128($from.cast())
-    };
-}
-
-/// Loads 32 bytes of each line.
-macro_rules! load_32 {
-    ($from:expr) => {
-        _mm256_loadu_si256($from.cast())
-    };
-}
-
-/// Stores one target line.
-macro_rules! store_16 {
-    ($line:expr, $to:expr, $apart:expr) => {
-        _mm_storeu_si128($to.cast(), $line)
-    };
-}
-
 /// Stores two target lines, `$apart` bytes apart.
 macro_rules! store_32 {
     ($line:expr, $to:expr, $apart:expr) => {
@@ -67,14 +45,14 @@ macro_rules! store_32 {
     };
 }
 
-/// Defines a function for blocks of `$side` lines by `$parts` times as many elements.
+/// Defines a function for blocks of `$side` lines by twice as many elements.
 ///
 /// A round is a perfect shuffle of the lines: line `i` is interleaved with line `i + N / 2`, giving lines `2 i` and
 /// `2 i + 1`. As many of these as a line has bits of index transpose a square. The halves of a wider register are
 /// squares of their own.
 macro_rules! define {
-    ($($(#[$meta:meta])* fn $name:ident($side:literal, $parts:literal, $rounds:literal, $load:ident, $store:ident, $low:ident, $high:ident);)*) => {$(
-        $(#[$meta])*
+    ($(fn $name:ident($side:literal, $rounds:literal, $low:ident, $high:ident);)*) => {$(
+        #[target_feature(enable = "avx2")]
         pub(super) unsafe fn $name(
             lines: Lines<'_>,
             target: &mut [u8],
@@ -82,7 +60,7 @@ macro_rules! define {
         ) -> (usize, usize) {
             let (groups, rest) = lines.offsets.as_chunks::<$side>();
             let (ahead, _) = lines.ahead.as_chunks::<$side>();
-            let width = $side * $parts;
+            let width = $side * 2;
             let columns = lines.columns / width * width;
             for (index, offsets) in groups.iter().enumerate() {
                 let row = index * $side;
@@ -101,7 +79,7 @@ macro_rules! define {
                     // most `columns`, and `row + $side` at most the number of lines. They lie in the slices, and the
                     // processor has the instructions, both by the contract of the module.
                     unsafe {
-                        let mut block: [_; $side] = from_fn(|line| $load!(from.add(offsets[line] + at)));
+                        let mut block: [_; $side] = from_fn(|line| _mm256_loadu_si256(from.add(offsets[line] + at).cast()));
                         for _ in 0..$rounds {
                             let now = block;
                             for line in 0..$side / 2 {
@@ -111,7 +89,7 @@ macro_rules! define {
                         }
                         for (line, made) in block.into_iter().enumerate() {
                             let to = to.add((column + line) * pitch + row * lines.unit);
-                            $store!(made, to, $side * pitch);
+                            store_32!(made, to, $side * pitch);
                         }
                     }
                 }
@@ -122,16 +100,9 @@ macro_rules! define {
 }
 
 define! {
-    fn narrow_1(16, 1, 4, load_16, store_16, _mm_unpacklo_epi8, _mm_unpackhi_epi8);
-    fn narrow_2(8, 1, 3, load_16, store_16, _mm_unpacklo_epi16, _mm_unpackhi_epi16);
-    fn narrow_4(4, 1, 2, load_16, store_16, _mm_unpacklo_epi32, _mm_unpackhi_epi32);
-    fn narrow_8(2, 1, 1, load_16, store_16, _mm_unpacklo_epi64, _mm_unpackhi_epi64);
-    #[target_feature(enable = "avx2")]
-    fn wide_1(16, 2, 4, load_32, store_32, _mm256_unpacklo_epi8, _mm256_unpackhi_epi8);
-    #[target_feature(enable = "avx2")]
-    fn wide_4(4, 2, 2, load_32, store_32, _mm256_unpacklo_epi32, _mm256_unpackhi_epi32);
-    #[target_feature(enable = "avx2")]
-    fn wide_8(2, 2, 1, load_32, store_32, _mm256_unpacklo_epi64, _mm256_unpackhi_epi64);
+    fn wide_1(16, 4, _mm256_unpacklo_epi8, _mm256_unpackhi_epi8);
+    fn wide_4(4, 2, _mm256_unpacklo_epi32, _mm256_unpackhi_epi32);
+    fn wide_8(2, 1, _mm256_unpacklo_epi64, _mm256_unpackhi_epi64);
 }
 
 /// As the functions above, with 16 elements of 8 lines at a time, from elements of `SOURCE` bytes to elements of two. Wider
