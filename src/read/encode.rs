@@ -6,21 +6,17 @@
 //!
 //! A factor needs the greatest magnitude of whole matrices. The first thread that needs it reads them, others wait for that one.
 
-use std::{
-    num::NonZeroUsize,
-    sync::{Arc, OnceLock},
-};
+use std::sync::Arc;
 
-use ckfs_sync::{Demand, Request, Reservation, RoomPolicy, Shelf, SingleFlight, Situation, Verdict, Weight};
+use ckfs_sync::{Demand, Request};
 use ckfs_tensor::{
     Band, EncodedLeaf, EncodedMatrices, EncodedPart, Origin, Piece, Shape, Tiling, Uncodable, View, Window,
     greatest_magnitude, to_usize, unravel,
 };
-use lru::LruCache;
-use parking_lot::Mutex;
 
 use super::{
     Engine, ReadError,
+    band_store::{BandScales, Reduced},
     buffer::Buffer,
     counters::Path,
     fill::{FillMode, TouchedFiles, touch},
@@ -35,84 +31,9 @@ const REDUCED_ELEMENTS: u64 = 1 << 20;
 /// Bit of a tile's file that marks an encoding.
 const ENCODED: u64 = 1 << 63;
 
-/// Most lowered inputs that are kept.
-const LOWERED_MAX: NonZeroUsize = NonZeroUsize::new(4096).unwrap();
-
-/// Most reductions that are kept.
-const REDUCTIONS_MAX: usize = 1 << 16;
-
 /// Most bytes of scales that are kept, and the part of the tile cache that this is at most.
 const SCALE_BYTES_MAX: usize = 64 << 20;
 const SCALE_PART: usize = 8;
-
-/// The greatest magnitude of one matrix of an encoding, or of those that share a factor.
-#[derive(Debug)]
-struct Reduced {
-    greatest: f32,
-    files: TouchedFiles,
-}
-
-impl Weight for Reduced {
-    fn weight_bytes(&self) -> usize {
-        1
-    }
-}
-
-/// Keeps the last reductions.
-#[derive(Debug)]
-struct LastReductions;
-
-impl RoomPolicy<(u64, u64), Reduced> for LastReductions {
-    type Ask = ();
-    type Room = ();
-    type Error = ReadError;
-
-    fn room(
-        &mut self,
-        shelf: &mut Shelf<(u64, u64), Reduced>,
-        _: &(u64, u64),
-        (): &(),
-        _: Demand,
-        _: Situation,
-    ) -> Verdict<(), Reduced> {
-        Verdict::Make((), shelf.pop_until(REDUCTIONS_MAX))
-    }
-}
-
-/// The scales of a band, and the files of its weights.
-#[derive(Debug)]
-struct BandScales {
-    bytes: Vec<u8>,
-    files: TouchedFiles,
-}
-
-impl Weight for BandScales {
-    fn weight_bytes(&self) -> usize {
-        self.bytes.len()
-    }
-}
-
-/// What the engine keeps of encoders.
-pub(super) struct Encoded {
-    /// The inputs of encodings by id, and (`true`) the scales with which they are stored, where these are kept.
-    lowered: Mutex<LruCache<(u64, bool), Arc<Tiling>>>,
-    reductions: SingleFlight<(u64, u64), Reduced, LastReductions>,
-    /// Scales of bands, the last ones.
-    scales: Mutex<Shelf<(u64, u64), BandScales>>,
-    /// Room for scales in the memory of tiles, once any were made.
-    room: OnceLock<Option<Reservation>>,
-}
-
-impl Default for Encoded {
-    fn default() -> Self {
-        Self {
-            lowered: Mutex::new(LruCache::new(LOWERED_MAX)),
-            reductions: SingleFlight::new(LastReductions, Arc::default()),
-            scales: Mutex::new(Shelf::default()),
-            room: OnceLock::new(),
-        }
-    }
-}
 
 /// The error of an element without a code.
 fn uncodable(name: &str, shape: &Shape, first: u64, found: Uncodable) -> ReadError {

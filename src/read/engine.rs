@@ -16,9 +16,9 @@ use ckfs_tensor::to_usize;
 
 use super::{
     ReadError,
+    band_store::Encoded,
     buffer::{BufferPool, buffer_pool},
     counters::{Counters, Path, add},
-    encode::Encoded,
     prepared_file::PreparedFile,
     tile::TileCache,
     worker::Workers,

@@ -39,6 +39,7 @@ use ckfs_source::{ByteSpan, SourceError};
 use ckfs_tensor::TilingError;
 
 mod ahead;
+mod band_store;
 mod buffer;
 pub mod counters;
 mod encode;
