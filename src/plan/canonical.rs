@@ -472,7 +472,7 @@ impl<'c> Namer<'c> {
         let parts: Option<Vec<u64>> = shares.iter().map(|share| part(*share)).collect();
         let Some(parts) = parts.filter(|_| axis < shape.len()) else {
             let shape = ckfs_tensor::Shape::try_new(shape);
-            let shape = shape.map_err(|error| Problem::View { name: name.to_owned(), error: error.into() })?;
+            let shape = shape.map_err(|error| Problem::View { name: name.to_owned(), error })?;
             let reason = format!("axis {axis} of {shape} does not split in shares of {shares:?}");
             return Err(Problem::Tensor { name: name.to_owned(), reason });
         };

@@ -5,7 +5,7 @@
 
 use std::{collections::HashMap, hash::Hash, sync::Arc};
 
-use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTensor, TensorId, ViewError};
+use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTensor, TensorId};
 
 use super::{
     findings::SchemeFindings,
@@ -19,7 +19,7 @@ use crate::{problem::Problem, table::TensorInfo};
 /// # Errors
 /// [`TemplateError`] if there are more than eight axes or too many elements.
 pub(super) fn slot(number: u32, dtype: DType, extents: &[u64]) -> Result<SourceTensor, TemplateError> {
-    let shape = Shape::try_new(extents).map_err(ViewError::from)?;
+    let shape = Shape::try_new(extents)?;
     Ok(SourceTensor { id: TensorId(number), dtype, shape })
 }
 

@@ -74,7 +74,7 @@ impl Template {
             return Err(ViewError::permutation(axes, &self.value_shape).into());
         }
         let extents: PerAxis = axes.iter().map(|axis| self.value_shape.extents()[*axis]).collect();
-        self.shape = Shape::try_new(&extents).map_err(ViewError::from)?;
+        self.shape = Shape::try_new(&extents)?;
         self.axes = axes.to_vec();
         Ok(self)
     }

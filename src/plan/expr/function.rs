@@ -253,7 +253,7 @@ impl<'a> Call<'a> {
     fn fill(&self) -> Evaluated {
         let dtype = self.dtype()?;
         let extents = (2..self.values.len()).map(|at| self.natural(at)).collect::<Result<Vec<_>, _>>()?;
-        let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
+        let shape = Shape::try_new(&extents)?;
         let constant = self.values[0].constant(self.name)?;
         if constant.to_bits() == 0 && dtype != DType::F8E8M0 {
             return Ok(ExprValue::View(View::fill(shape, Element::zero(dtype))));

@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, collections::HashMap};
 
-use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View, ViewError};
+use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
 
 use super::super::expr::EvalError;
 
@@ -55,7 +55,7 @@ impl Targets {
         let no_shape = || EvalError::new(format!("the rule does not give the shape of {name}"), "");
         let extents = extents.into_iter().collect::<Result<Vec<u64>, _>>();
         let extents = extents.map_err(|error| error.unwrap_or_else(no_shape))?;
-        let shape = Shape::try_new(&extents).map_err(ViewError::from)?;
+        let shape = Shape::try_new(&extents)?;
         let number = if let Some(number) = self.by_name.get(&name) {
             let known = &self.list[*number as usize].shape;
             if *known != shape {

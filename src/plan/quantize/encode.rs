@@ -246,7 +246,7 @@ impl<'a> Quantizer<'a> {
         let mut shape = PerAxis::from_slice(codes.shape().extents());
         let rank = shape.len();
         shape[rank - 1] = columns;
-        let shape = Shape::try_new(&shape).map_err(|error| named(error.into()))?;
+        let shape = Shape::try_new(&shape).map_err(named)?;
         let is_row = block_columns >= columns;
         let mut cuts = PerAxis::from_elem(1, rank);
         cuts[rank - 2] = block_rows;
