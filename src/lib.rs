@@ -74,7 +74,7 @@
 //! | another way in | an adapter over [`service::Service`]: it converts requests to [`volume::FileSystem`] calls and replies ([`service::Pending`]), and decides nothing; as `src/fuse` |
 //! | a setting | its field in [`config::Settings`] and its row in [`config::SETTINGS`]: flag, key, mount option and help follow |
 //! | a command | `src/cli/<name>.rs`, and its variant of `Command` in `src/cli/mod.rs` |
-//! | a dtype | its row in `src/tensor/dtype.rs`; the compiler names the conversions that it needs |
+//! | a dtype | its row in `src/tensor/dtype.rs`; the compiler and a test name the conversions that it needs |
 //!
 //! A new file of Rust is also a `mod` line in the `mod.rs` beside it. The manifests of the layers hold them to their order;
 //! `tests/layering.rs` holds the files of a layer to one without cycles, `unsafe` to a list of files, and each type name to one
