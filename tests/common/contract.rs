@@ -171,12 +171,13 @@ pub fn address_conforms(address: &str, dir: &Path) {
 #[cfg(feature = "remote")]
 fn repository_of_hub(name: &str) -> ckfs::source::remote::RemoteRepository {
     use ckfs::source::remote::{
-        Deadline,
+        Backoff, Deadline, RemoteOptions,
         hub::{Hub, HubSettings},
     };
 
     let settings = HubSettings::from_environment(|name| env::var_os(name).map(PathBuf::from), false).unwrap();
-    let hub = Arc::new(Hub::new(settings, None, Arc::default()).unwrap());
+    let gate = Backoff::new("", RemoteOptions::TIMEOUT, &Arc::default(), Arc::default());
+    let hub = Arc::new(Hub::new(settings, None, gate).unwrap());
     let soon = Deadline::At(Instant::now() + Duration::from_secs(20));
     let commit = hub.commit(name, "main", soon).unwrap();
     hub.repository(name, &commit, None, false, soon).unwrap()

@@ -17,8 +17,8 @@ use ckfs::{
     source::{
         ByteSpan, FetchPart, FileFetch, FileId, SourceError,
         remote::{
-            Content, Deadline, Failure, RemoteCounters, RemoteError, RemoteFile, RemoteOptions, RemoteRepository,
-            Retrying,
+            Backoff, Content, Deadline, Failure, RemoteCounters, RemoteError, RemoteFile, RemoteOptions,
+            RemoteRepository, Retrying,
             hub::{Hub, HubSettings},
         },
     },
@@ -59,7 +59,7 @@ impl Rig {
             _ => None,
         };
         let settings = HubSettings::from_environment(variable, false).unwrap();
-        Arc::new(Hub::new(settings, None, Arc::new(RemoteCounters::default())).unwrap())
+        Arc::new(Hub::new(settings, None, gate(Arc::default())).unwrap())
     }
 
     fn open(&self, token: Option<&str>) -> Result<RemoteRepository, RemoteError> {
@@ -71,6 +71,10 @@ impl Rig {
     fn switch(&self, change: impl FnOnce(&mut Switches)) {
         self.stub.switch(change);
     }
+}
+
+fn gate(counters: Arc<RemoteCounters>) -> Backoff {
+    Backoff::new("", RemoteOptions::TIMEOUT, &Arc::default(), counters)
 }
 
 fn soon() -> Deadline {
@@ -92,7 +96,7 @@ fn read_until(
     len: u64,
     deadline: Deadline,
 ) -> Result<Vec<u8>, RemoteError> {
-    let retrying = Retrying::new(Arc::clone(&repository.objects), Arc::default());
+    let retrying = Retrying::new(gate(Arc::default()), Arc::clone(&repository.objects));
     let mut found = Vec::new();
     let span = ByteSpan::of_len(start, len).unwrap();
     retrying.read(file(repository, path), span, deadline, &mut |bytes| {
@@ -285,7 +289,7 @@ fn a_request_much_later_than_its_peers_is_sent_a_second_time_and_the_first_answe
     let rig = Rig::new();
     let repository = rig.open(None).unwrap();
     let counters: Arc<RemoteCounters> = Arc::default();
-    let retrying = Retrying::new(Arc::clone(&repository.objects), Arc::clone(&counters));
+    let retrying = Retrying::new(gate(Arc::clone(&counters)), Arc::clone(&repository.objects));
     let read = |start: usize, len: usize| {
         let (mut found, span) = (Vec::new(), ByteSpan::of_len(start as u64, len as u64).unwrap());
         let read = retrying.read(file(&repository, "model.safetensors"), span, soon(), &mut |bytes| {

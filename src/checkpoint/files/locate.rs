@@ -33,7 +33,7 @@ use super::super::{
 };
 #[cfg(feature = "hub")]
 use ckfs_source::remote::{
-    Deadline, RemoteError, SharedCache,
+    Backoff, Deadline, RemoteError, SharedCache,
     cache::default_directory,
     hub::{Hub, HubSettings},
 };
@@ -218,8 +218,9 @@ fn from_hub(
     };
     let kept = options.remote.cache_dir.clone().or_else(default_directory);
     let counters = Arc::clone(options.cache().counters());
-    let hub = Hub::new(settings, kept.as_deref(), counters).map_err(CheckpointError::Remote)?;
-    let hub = Arc::new(hub.patient(options.remote.timeout, &options.remote.waits));
+    let host = settings.endpoint.host_str().unwrap_or_default();
+    let gate = Backoff::new(host, options.remote.timeout, &options.remote.waits, counters);
+    let hub = Arc::new(Hub::new(settings, kept.as_deref(), gate).map_err(CheckpointError::Remote)?);
     let wanted = found.as_ref().ok().filter(|found| names_commit(found)).and_then(|found| found.revision.as_deref());
     let commit = match (hub.commit(name.repo, wanted.unwrap_or(name.revision), deadline), complete) {
         (Ok(commit), _) => commit,

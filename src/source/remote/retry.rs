@@ -24,7 +24,6 @@ use super::{
     error::{Failure, RemoteError},
     hedge::Hedging,
     interface::{Objects, RemoteFile, Sink},
-    options::RemoteOptions,
     shared::SharedCache,
 };
 
@@ -77,6 +76,7 @@ impl Deadline {
 /// The rate limit of a service, shared by all threads: the pause that it requested, and how many requests it gets at a time.
 #[derive(Debug)]
 pub struct Backoff {
+    pub(super) counters: Arc<RemoteCounters>,
     closed: Mutex<Option<(Instant, RemoteError)>>,
     pulse: Arc<Pulse>,
     traffic: Mutex<Traffic>,
@@ -103,21 +103,12 @@ impl Drop for Running<'_> {
     }
 }
 
-impl Default for Backoff {
-    fn default() -> Self {
-        Self::of(Arc::new(Pulse::new("", RemoteOptions::TIMEOUT)))
-    }
-}
-
 impl Backoff {
     /// The gate of a service that may bring nothing for `limit`. `waits` shows for how long it has.
-    pub fn new(host: &str, limit: Duration, waits: &Waits) -> Self {
-        Self::of(waits.pulse(host, limit))
-    }
-
-    fn of(pulse: Arc<Pulse>) -> Self {
-        let traffic = Traffic { running: 0, most: PARALLEL_MAX, good: 0, cut: None };
-        Self { closed: Mutex::default(), pulse, traffic: Mutex::new(traffic), freed: Condvar::new() }
+    pub fn new(host: &str, limit: Duration, waits: &Waits, counters: Arc<RemoteCounters>) -> Self {
+        let (pulse, traffic) =
+            (waits.pulse(host, limit), Traffic { running: 0, most: PARALLEL_MAX, good: 0, cut: None });
+        Self { counters, closed: Mutex::default(), pulse, traffic: Mutex::new(traffic), freed: Condvar::new() }
     }
 
     /// Closes the gate for `pause` from now on, since a reply requested it. A longer pause stays.
@@ -216,12 +207,11 @@ fn pause_after(attempts: u32) -> Duration {
 /// The last error. If the service asks for a longer pause than the deadline allows, the message says so.
 pub(crate) fn retry<T>(
     gate: &Backoff,
-    counters: &RemoteCounters,
     deadline: Deadline,
     mut attempt: impl FnMut(Instant) -> Result<T, RemoteError>,
     mut progress: impl FnMut() -> bool,
 ) -> Result<T, RemoteError> {
-    let mut fruitless = 0;
+    let (counters, mut fruitless) = (&gate.counters, 0);
     let mut last: Option<RemoteError> = None;
     let begun = Instant::now();
     let _waiting = gate.pulse.wait_begins();
@@ -312,7 +302,6 @@ pub struct Retrying {
     objects: Arc<dyn Objects>,
     gate: Backoff,
     hedging: Hedging,
-    counters: Arc<RemoteCounters>,
     /// Moving averages over requests: microseconds until the first byte, and bytes in a millisecond after it.
     first_byte_us: AtomicU64,
     bytes_per_ms: AtomicU64,
@@ -339,17 +328,12 @@ fn average(old: &AtomicU64, value: u64) {
 }
 
 impl Retrying {
-    /// Repeats the failed requests to `objects`, with the usual time limit.
-    pub fn new(objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
-        Self::behind(Backoff::default(), objects, counters)
-    }
-
     /// Repeats the failed requests to `objects` behind a gate.
-    pub(crate) fn behind(gate: Backoff, objects: Arc<dyn Objects>, counters: Arc<RemoteCounters>) -> Self {
+    pub fn new(gate: Backoff, objects: Arc<dyn Objects>) -> Self {
         let (first_byte_us, bytes_per_ms) = (AtomicU64::new(0), AtomicU64::new(0));
-        let hedging = Hedging::new(Arc::clone(&counters));
+        let hedging = Hedging::new(Arc::clone(&gate.counters));
         let planned_gap_bytes = OnceLock::new();
-        Self { objects, gate, hedging, counters, first_byte_us, bytes_per_ms, planned_gap_bytes }
+        Self { objects, gate, hedging, first_byte_us, bytes_per_ms, planned_gap_bytes }
     }
 
     /// Most bytes between two needed spans of one strided piece that are fetched with them: reading over them takes one
@@ -377,11 +361,6 @@ impl Retrying {
         if bytes >= TIMED_BYTES_MIN {
             average(&self.bytes_per_ms, bytes.saturating_mul(1000) / us(first.elapsed()).max(1));
         }
-    }
-
-    /// The counts.
-    pub fn counters(&self) -> &Arc<RemoteCounters> {
-        &self.counters
     }
 
     /// The cache of the service's own client, if complete objects are to be placed there.
@@ -423,14 +402,13 @@ impl Retrying {
         let done = std::cell::Cell::new(next);
         let result = retry(
             &self.gate,
-            &self.counters,
             deadline,
             |until| {
                 let rest = ByteSpan::new(next, span.end()).expect("no more bytes than the span are counted");
                 let (begun, mut first) = (Instant::now(), None);
                 let result = self.objects.read(file, rest, until, &self.hedging, &mut |bytes| {
                     let len = bytes.len().min(usize::try_from(span.end() - next).unwrap_or(usize::MAX));
-                    RemoteCounters::add(&self.counters.fetched_bytes, len as u64);
+                    RemoteCounters::add(&self.gate.counters.fetched_bytes, len as u64);
                     next += len as u64;
                     done.set(next);
                     unnoted += len as u64;

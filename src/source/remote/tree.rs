@@ -74,9 +74,9 @@ impl RemoteTree {
         cache: &Arc<Cache>,
         options: &RemoteOptions,
     ) -> Result<Self, SourceError> {
-        let gate = Backoff::new(repository.objects.host(), options.timeout, &options.waits);
-        let objects = Arc::clone(&repository.objects);
-        let service = Arc::new(Retrying::behind(gate, objects, Arc::clone(cache.counters())));
+        let (objects, counters) = (Arc::clone(&repository.objects), Arc::clone(cache.counters()));
+        let gate = Backoff::new(objects.host(), options.timeout, &options.waits, counters);
+        let service = Arc::new(Retrying::new(gate, objects));
         let remotes = repository.files.iter().map(|_| OnceLock::new()).collect();
         let (cache, timeout) = (Arc::clone(cache), options.timeout);
         let fetcher = Arc::new(Fetcher::new(Arc::clone(&cache)));

@@ -1,12 +1,6 @@
 //! Requests to the Hub: token, redirects, refusals, waits.
 
-use std::{
-    error::Error,
-    io,
-    path::Path,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{error::Error, io, path::Path, time::Instant};
 
 use bytes::Bytes;
 use reqwest::{
@@ -18,11 +12,7 @@ use tokio::time::timeout_at;
 
 use super::{
     super::{
-        super::{
-            digest::{SHA1_DIGITS, is_hex},
-            waits::Waits,
-        },
-        counters::RemoteCounters,
+        super::digest::{SHA1_DIGITS, is_hex},
         error::{Failure, RemoteError, of_causes},
         interface::RemoteFile,
         reply::{REDIRECTS_MAX, asked, may_follow, refusal, request_id, text_of},
@@ -51,21 +41,17 @@ const HUB_HOSTS: [&str; 2] = ["huggingface.co", "hf.co"];
 pub struct Hub {
     pub(super) settings: HubSettings,
     http: reqwest::Client,
-    gate: Backoff,
-    pub(super) counters: Arc<RemoteCounters>,
+    pub(super) gate: Backoff,
     kept: Option<KeptTree>,
 }
 
 impl Hub {
-    /// A client with these settings. It sends nothing yet. Listings are kept below `cache`, the directory of the disk cache.
+    /// A client with these settings, behind a gate. It sends nothing yet. Listings are kept below `cache`, the directory of the
+    /// disk cache.
     ///
     /// # Errors
     /// The HTTP client cannot start, for example without certificates.
-    pub fn new(
-        settings: HubSettings,
-        cache: Option<&Path>,
-        counters: Arc<RemoteCounters>,
-    ) -> Result<Self, RemoteError> {
+    pub fn new(settings: HubSettings, cache: Option<&Path>, gate: Backoff) -> Result<Self, RemoteError> {
         let host = settings.endpoint.host_str().unwrap_or_default().to_owned();
         let http = runtime::http_client()
             .pool_max_idle_per_host(IDLE_CONNECTIONS)
@@ -77,14 +63,7 @@ impl Hub {
             RemoteError::new(Failure::Unsupported, &host, "HTTP client", reason)
         })?;
         let kept = cache.map(|cache| KeptTree::new(cache, &kept_name(&settings.endpoint)));
-        Ok(Self { settings, http, gate: Backoff::default(), counters, kept })
-    }
-
-    /// The same client with another time limit for answers. `waits` shows what it waits for.
-    #[must_use]
-    pub fn patient(self, limit: Duration, waits: &Waits) -> Self {
-        let gate = Backoff::new(self.host(), limit, waits);
-        Self { gate, ..self }
+        Ok(Self { settings, http, gate, kept })
     }
 
     /// The host, for messages.
@@ -203,7 +182,7 @@ impl Hub {
             })
             .unwrap_or_else(|error| Err(self.no_runtime(&error)))
         };
-        retry(&self.gate, &self.counters, deadline, attempt, || false)
+        retry(&self.gate, deadline, attempt, || false)
     }
 
     /// The error of a system that starts no threads.

@@ -172,7 +172,7 @@ impl Snapshot {
         if let Some(location) = location.as_ref().filter(|location| Some(location.generation) != refused) {
             return Ok(location.clone());
         }
-        RemoteCounters::add(&self.hub.counters.requests, 1);
+        RemoteCounters::add(&self.hub.gate.counters.requests, 1);
         let generation = location.as_ref().map_or(1, |location| location.generation + 1);
         let found = self.locate(file, generation, until).await?;
         *location = Some(found.clone());

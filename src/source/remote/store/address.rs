@@ -7,19 +7,17 @@ use url::Url;
 
 use super::{
     super::{
-        counters::RemoteCounters,
         error::{Failure, RemoteError},
-        interface::{RemoteFile, RemoteRepository},
+        interface::RemoteRepository,
         options::RemoteOptions,
-        retry::{Backoff, Deadline},
         runtime::with_remedy,
         url_scheme::{StoreKind, is_loopback, service_of},
     },
     client::with_cause,
     connect::connect,
     http_listing,
-    offline::{KeptObjects, Offline},
-    reader::{Asking, Store},
+    offline::KeptObjects,
+    reader::Store,
 };
 
 /// The repository or file at an address. `None` if the address is of another kind.
@@ -74,14 +72,17 @@ fn open(source: &str, service: StoreKind, options: &RemoteOptions) -> Result<Rem
     let StorePlace { store, path, is_file } = locate(source, service, options, retries)?;
     let label = without_secrets(source).trim_end_matches('/').to_owned();
     let kept = KeptObjects::new(format!("{}/{path}", store.address), options);
-    if options.offline {
-        let objects = Offline::new(store.host);
-        let files = kept.files().ok_or_else(|| objects.error(&label))?;
-        return Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: Arc::new(objects) });
+    if store.is_offline {
+        let files = kept.files().ok_or_else(|| store.not_asked(&label))?;
+        return Ok(RemoteRepository { url: label.clone(), label, revision: None, files, objects: Arc::new(store) });
     }
-    let (gate, counters) = (Backoff::new(&store.host, options.timeout, &options.waits), RemoteCounters::default());
-    let asking = Asking { gate: &gate, counters: &counters, deadline: Deadline::Quiet };
-    let files = list(&store, service, &path, is_file, asking)?;
+    let files = if is_file {
+        vec![store.head(&path, "")?]
+    } else if service == StoreKind::Http {
+        http_listing::list(&store, &path)?
+    } else {
+        store.list(&path)?
+    };
     if files.is_empty() {
         let message = "no object has this prefix".to_owned();
         return Err(RemoteError::new(Failure::NotFound, &store.host, &label, message));
@@ -92,19 +93,6 @@ fn open(source: &str, service: StoreKind, options: &RemoteOptions) -> Result<Rem
 
 /// Endings of addresses of one file.
 const FILES: [&str; 5] = ["safetensors", "pt", "bin", "pth", "ckpt"];
-
-fn list(
-    store: &Store,
-    service: StoreKind,
-    path: &Path,
-    is_file: bool,
-    asking: Asking<'_>,
-) -> Result<Vec<RemoteFile>, RemoteError> {
-    if is_file {
-        return Ok(vec![store.head(path, "", asking)?]);
-    }
-    if service == StoreKind::Http { http_listing::list(store, path, asking) } else { store.list(path, asking) }
-}
 
 /// An address without what may be secret: a signature after `?`, and a password.
 fn without_secrets(source: &str) -> String {

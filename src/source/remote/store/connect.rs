@@ -14,6 +14,7 @@ use url::Url;
 use super::{
     super::{
         options::RemoteOptions,
+        retry::Backoff,
         runtime::install_tls,
         url_scheme::{StoreKind, is_loopback},
     },
@@ -75,12 +76,16 @@ fn s3(url: &Url, options: &RemoteOptions, retries: RetryConfig) -> object_store:
     let credentials = connector.credentials.clone();
     let made = Arc::new(builder.with_retry(retries).with_http_connector(connector).build()?);
     let named = endpoint.as_deref().and_then(host_of);
+    let address = named.as_ref().map_or_else(|| format!("s3://{bucket}"), |host| format!("s3://{bucket} at {host}"));
+    let host = named.unwrap_or_else(|| format!("{bucket}.s3.amazonaws.com"));
     Ok(Store {
         inner: made.clone(),
         pages: Some(made),
         credentials,
-        address: named.as_ref().map_or_else(|| format!("s3://{bucket}"), |host| format!("s3://{bucket} at {host}")),
-        host: named.unwrap_or_else(|| format!("{bucket}.s3.amazonaws.com")),
+        gate: gate_of(&host, options),
+        is_offline: options.offline,
+        address,
+        host,
         advice: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for a public \
                  bucket; AWS_REGION must be the bucket's",
         looked_for: "AWS_ACCESS_KEY_ID with AWS_SECRET_ACCESS_KEY, keys of the profile AWS_PROFILE (else default) in \
@@ -111,6 +116,8 @@ fn google(url: &Url, options: &RemoteOptions, retries: RetryConfig) -> object_st
         inner: made.clone(),
         pages: Some(made),
         credentials,
+        gate: gate_of(&host, options),
+        is_offline: options.offline,
         address: format!("gs://{bucket} at {host}"),
         host,
         advice: "set GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
@@ -155,6 +162,8 @@ fn azure(url: &Url, options: &RemoteOptions, retries: RetryConfig) -> object_sto
         inner: made.clone(),
         pages: Some(made),
         credentials,
+        gate: gate_of(&host, options),
+        is_offline: options.offline,
         address: format!("az://{container} at {host}"),
         host,
         advice: "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or a SAS token, or AZURE_SKIP_SIGNATURE=true \
@@ -184,11 +193,17 @@ fn http(url: &Url, options: &RemoteOptions, retries: RetryConfig) -> object_stor
         inner: made,
         pages: None,
         credentials,
+        gate: gate_of(&host, options),
+        is_offline: options.offline,
         address: format!("{}://{host}", url.scheme()),
         host,
         advice: "the server wants credentials, which ckfs has not",
         looked_for: "nothing",
     })
+}
+
+fn gate_of(host: &str, options: &RemoteOptions) -> Backoff {
+    Backoff::new(host, options.timeout, &options.waits, Arc::default())
 }
 
 fn host_of(endpoint: &str) -> Option<String> {

@@ -13,7 +13,7 @@ use super::{
         error::{Failure, RemoteError},
         interface::RemoteFile,
     },
-    reader::{Asking, Store, path_of},
+    reader::{Store, path_of},
 };
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -46,14 +46,14 @@ const OTHERS: [&str; 18] = [
 ///
 /// # Errors
 /// It has neither an index nor `model.safetensors`, or a file that the index names is not there.
-pub(super) fn list(store: &Store, dir: &Path, asking: Asking<'_>) -> Result<Vec<RemoteFile>, RemoteError> {
+pub(super) fn list(store: &Store, dir: &Path) -> Result<Vec<RemoteFile>, RemoteError> {
     // Not by `join`, which encodes characters: the client encodes them once more.
     let at = |name: &str| -> Path {
         let parts = dir.parts().map(|part| part.as_ref().to_owned()).chain(name.split('/').map(str::to_owned));
         path_of(&parts.collect::<Vec<_>>().join("/"))
     };
     let what = |name: &str| format!("{}/{}", store.address, at(name));
-    let index = match store.head(&at(INDEX), INDEX, asking) {
+    let index = match store.head(&at(INDEX), INDEX) {
         Ok(index) => Some(index),
         Err(error) if error.failure == Failure::NotFound => None,
         Err(error) => return Err(error),
@@ -64,13 +64,13 @@ pub(super) fn list(store: &Store, dir: &Path, asking: Asking<'_>) -> Result<Vec<
             let message = format!("expected at most {INDEX_BYTES_MAX} bytes, found {}", index.size_bytes);
             return Err(RemoteError::new(Failure::Unsupported, &store.host, &what(INDEX), message));
         }
-        Some(_) => weights_of(&store.get(&at(INDEX), asking)?)
+        Some(_) => weights_of(&store.get(&at(INDEX))?)
             .map_err(|message| RemoteError::new(Failure::Unsupported, &store.host, &what(INDEX), message))?,
         None => BTreeSet::from([SINGLE.to_owned()]),
     };
     names.extend(weights.iter().cloned());
     let keys: Vec<(Path, String)> = names.into_iter().map(|name| (at(&name), name)).collect();
-    let mut files = store.heads(&keys, asking)?;
+    let mut files = store.heads(&keys)?;
     let missing = |name: &&String| files.iter().all(|file| file.path != **name);
     // An adapter has weights of another name.
     let is_adapter = index.is_none() && files.iter().any(|file| file.path == "adapter_model.safetensors");

@@ -10,17 +10,14 @@ use std::{
     borrow::Cow,
     fs,
     path::{Path, PathBuf},
-    time::Instant,
 };
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::super::{
-    super::{ByteSpan, digest::hexadecimal},
-    error::{Failure, RemoteError},
-    hedge::Hedging,
-    interface::{Objects, RemoteFile, Sink},
+    super::digest::hexadecimal,
+    interface::RemoteFile,
     kept_file::replace,
     options::{RemoteOptions, default_directory},
 };
@@ -62,42 +59,6 @@ impl KeptObjects {
         let text = fs::read(self.cache.as_ref()?.join(&self.inside)).ok()?;
         let listing: Listing<'_> = serde_json::from_slice(&text).ok()?;
         (listing.address == self.address).then(|| listing.files.into_owned())
-    }
-}
-
-/// A store that must not be asked.
-#[derive(Debug)]
-pub(super) struct Offline {
-    host: String,
-}
-
-impl Offline {
-    pub(super) fn new(host: String) -> Self {
-        Self { host }
-    }
-
-    /// The error of something that only the network has.
-    pub(super) fn error(&self, what: &str) -> RemoteError {
-        let message = "not in the disk cache, and --offline forbids to ask the store; `ckfs fetch` brings it where the \
-                       network may be used";
-        RemoteError::new(Failure::Unsupported, &self.host, what, message)
-    }
-}
-
-impl Objects for Offline {
-    fn host(&self) -> &str {
-        &self.host
-    }
-
-    fn read(
-        &self,
-        file: &RemoteFile,
-        span: ByteSpan,
-        _: Instant,
-        _: &Hedging,
-        _: &mut Sink<'_>,
-    ) -> Result<(), RemoteError> {
-        if span.is_empty() { Ok(()) } else { Err(self.error(&file.key).of_span(span)) }
     }
 }
 

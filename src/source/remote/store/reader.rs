@@ -22,7 +22,6 @@ use parking_lot::Mutex;
 use super::{
     super::{
         super::ByteSpan,
-        counters::RemoteCounters,
         error::{Failure, RemoteError, of_causes},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
@@ -52,6 +51,10 @@ pub(super) struct Store {
     pub(super) inner: Arc<dyn ObjectStore>,
     /// Host, for messages.
     pub(super) host: String,
+    /// Behind this it is asked for listings.
+    pub(super) gate: Backoff,
+    /// Whether it must not be asked for anything.
+    pub(super) is_offline: bool,
     /// Names the store: `s3://bucket`, `https://host`.
     pub(super) address: String,
     /// Lists it, where the service lists.
@@ -64,27 +67,17 @@ pub(super) struct Store {
     pub(super) looked_for: &'static str,
 }
 
-/// How the requests of a listing are repeated.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Asking<'a> {
-    pub(super) gate: &'a Backoff,
-    pub(super) counters: &'a RemoteCounters,
-    pub(super) deadline: Deadline,
-}
-
-impl Asking<'_> {
-    /// The result of one request, with all of its repetitions.
-    fn again<T>(self, attempt: impl FnMut(Instant) -> Result<T, RemoteError>) -> Result<T, RemoteError> {
-        retry(self.gate, self.counters, self.deadline, attempt, || false)
-    }
-}
-
 impl Store {
+    /// The result of one request of a listing, with all of its repetitions.
+    fn again<T>(&self, attempt: impl FnMut(Instant) -> Result<T, RemoteError>) -> Result<T, RemoteError> {
+        retry(&self.gate, Deadline::Quiet, attempt, || false)
+    }
+
     /// The objects below a prefix, each with its path relative to it. Those whose keys name no file are passed over.
     ///
     /// # Errors
     /// The store does not list.
-    pub(super) fn list(&self, prefix: &Path, asking: Asking<'_>) -> Result<Vec<RemoteFile>, RemoteError> {
+    pub(super) fn list(&self, prefix: &Path) -> Result<Vec<RemoteFile>, RemoteError> {
         let what = format!("{}/{prefix}", self.address);
         let below = if prefix.as_ref().is_empty() { String::new() } else { format!("{prefix}/") };
         let filter = PageFilter::new(&below);
@@ -92,7 +85,7 @@ impl Store {
         let mut listing = Gathered::default();
         let (mut token, mut told) = (None, Instant::now());
         loop {
-            let page = asking.again(|until| {
+            let page = self.again(|until| {
                 filter.take();
                 self.page(&below, &filter, token.clone(), until)
             })?;
@@ -146,8 +139,8 @@ impl Store {
     ///
     /// # Errors
     /// It is not there or cannot be read.
-    pub(super) fn head(&self, key: &Path, path: &str, asking: Asking<'_>) -> Result<RemoteFile, RemoteError> {
-        let meta = asking.again(|until| self.until(until, key.as_ref(), self.meta(key)))?;
+    pub(super) fn head(&self, key: &Path, path: &str) -> Result<RemoteFile, RemoteError> {
+        let meta = self.again(|until| self.until(until, key.as_ref(), self.meta(key)))?;
         self.file(&meta, path.to_owned())
     }
 
@@ -165,7 +158,7 @@ impl Store {
     ///
     /// # Errors
     /// The first that cannot be read.
-    pub(super) fn heads(&self, keys: &[(Path, String)], asking: Asking<'_>) -> Result<Vec<RemoteFile>, RemoteError> {
+    pub(super) fn heads(&self, keys: &[(Path, String)]) -> Result<Vec<RemoteFile>, RemoteError> {
         /// Requests at a time.
         const AT_A_TIME: usize = 32;
         static LISTING: Helpers = Helpers::new("ckfs-list", || AT_A_TIME);
@@ -176,7 +169,7 @@ impl Store {
                 if failed.lock().is_some() {
                     return;
                 }
-                match self.head(key, path, asking) {
+                match self.head(key, path) {
                     Ok(file) => found.lock().push(file),
                     Err(error) if error.failure == Failure::NotFound => {}
                     Err(error) => {
@@ -198,7 +191,7 @@ impl Store {
     ///
     /// # Errors
     /// It cannot be read.
-    pub(super) fn get(&self, key: &Path, asking: Asking<'_>) -> Result<Vec<u8>, RemoteError> {
+    pub(super) fn get(&self, key: &Path) -> Result<Vec<u8>, RemoteError> {
         let what = format!("{}/{key}", self.address);
         let whole = async || {
             let observer = Observer::default();
@@ -207,7 +200,7 @@ impl Store {
             let bytes = async { self.inner.get_opts(key, options).await?.bytes().await }.await;
             bytes.map_err(|error| self.error(&error, &observer, &what, false))
         };
-        Ok(asking.again(|until| self.until(until, key.as_ref(), whole()))?.to_vec())
+        Ok(self.again(|until| self.until(until, key.as_ref(), whole()))?.to_vec())
     }
 
     /// Runs a request, which fails at `until`.
@@ -362,6 +355,13 @@ impl Store {
         Ok(())
     }
 
+    /// The error of something that only the network has.
+    pub(super) fn not_asked(&self, what: &str) -> RemoteError {
+        let message = "not in the disk cache, and --offline forbids to ask the store; `ckfs fetch` brings it where the \
+                       network may be used";
+        RemoteError::new(Failure::Unsupported, &self.host, what, message)
+    }
+
     fn changed(&self, file: &RemoteFile, found: String, observer: &Observer) -> RemoteError {
         let expected = file.etag.clone().unwrap_or_else(|| "the listed one".to_owned());
         let expected = format!("{expected} of {} bytes", file.size_bytes);
@@ -388,6 +388,9 @@ impl Objects for Store {
         hedging: &Hedging,
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
+        if self.is_offline {
+            return if span.is_empty() { Ok(()) } else { Err(self.not_asked(&file.key).of_span(span)) };
+        }
         self.run(async {
             tokio::time::timeout_at(until.into(), self.stream(file, span, hedging, sink)).await.unwrap_or_else(|_| {
                 let message = "no answer in time";

@@ -10,16 +10,14 @@ use object_store::{
 
 use super::{
     super::{
-        counters::RemoteCounters,
         error::{Failure, RemoteError},
         options::RemoteOptions,
-        retry::{Backoff, Deadline},
         url_scheme::{StoreKind, service_of},
     },
     address::{StorePlace, locate},
     client::with_cause,
     observe::Observer,
-    reader::{Asking, path_of},
+    reader::path_of,
 };
 
 /// The name of an object's text among its metadata.
@@ -35,8 +33,6 @@ const RETRY_TIME: Duration = Duration::from_mins(3);
 /// A place for objects: a prefix of a bucket.
 pub struct Bucket {
     place: StorePlace,
-    gate: Backoff,
-    counters: RemoteCounters,
 }
 
 impl Bucket {
@@ -47,10 +43,7 @@ impl Bucket {
     pub fn open(address: &str, options: &RemoteOptions) -> Option<Result<Self, RemoteError>> {
         let service = service_of(address.split_once("://")?.0).filter(|service| *service != StoreKind::Http)?;
         let retries = RetryConfig { retry_timeout: RETRY_TIME, ..RetryConfig::default() };
-        Some(locate(address, service, options, retries).map(|place| {
-            let gate = Backoff::new(&place.store.host, options.timeout, &options.waits);
-            Self { place, gate, counters: RemoteCounters::default() }
-        }))
+        Some(locate(address, service, options, retries).map(|place| Self { place }))
     }
 
     fn key(&self, name: &str) -> Path {
@@ -59,16 +52,12 @@ impl Bucket {
         path_of(&if prefix.as_ref().is_empty() { name.to_owned() } else { format!("{prefix}/{name}") })
     }
 
-    fn asking(&self) -> Asking<'_> {
-        Asking { gate: &self.gate, counters: &self.counters, deadline: Deadline::Quiet }
-    }
-
     /// The objects that are there, with their lengths.
     ///
     /// # Errors
     /// The store does not list.
     pub fn list(&self) -> Result<HashMap<String, u64>, RemoteError> {
-        let files = self.place.store.list(&self.place.path, self.asking())?;
+        let files = self.place.store.list(&self.place.path)?;
         Ok(files.into_iter().map(|file| (file.path, file.size_bytes)).collect())
     }
 
