@@ -33,9 +33,10 @@ fn link_among(cache: &Path, inside: &Path) -> Option<PathBuf> {
     inside.ancestors().skip(1).filter(|dir| !dir.as_os_str().is_empty()).map(|dir| cache.join(dir)).find(is_link)
 }
 
-/// Puts a complete file in the place of another, at `inside` below the directory of the disk cache. A file that cannot be written is
-/// not kept: it is only a saving. Nothing is written below a directory that is not the cache's.
-pub(super) fn replace(cache: &Path, inside: &Path, bytes: &[u8]) {
+/// Puts a complete file in the place of another, at `inside` below the directory of the disk cache, if there is one. A file that
+/// cannot be written is not kept: it is only a saving. Nothing is written below a directory that is not the cache's.
+pub(super) fn replace(cache: Option<&Path>, inside: &Path, bytes: &[u8]) {
+    let Some(cache) = cache else { return };
     let path = cache.join(inside);
     let write = || -> io::Result<()> {
         claim(cache)?;
@@ -58,9 +59,9 @@ mod tests {
     fn a_planted_link_leads_nowhere() {
         let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::os::unix::fs::symlink(other.path(), dir.path().join("stores")).unwrap();
-        replace(dir.path(), Path::new("stores/x.json"), b"{}");
+        replace(Some(dir.path()), Path::new("stores/x.json"), b"{}");
         assert_eq!(fs::read_dir(other.path()).unwrap().count(), 0);
-        replace(dir.path(), Path::new("hub/host/repo/x"), b"{}");
+        replace(Some(dir.path()), Path::new("hub/host/repo/x"), b"{}");
         assert_eq!(fs::read(dir.path().join("hub/host/repo/x")).unwrap(), b"{}");
     }
 
@@ -68,7 +69,7 @@ mod tests {
     fn nothing_is_kept_in_a_directory_that_is_not_the_caches() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir_all(dir.path().join("objects/84")).unwrap();
-        replace(dir.path(), Path::new("hub/host/repo/x"), b"{}");
+        replace(Some(dir.path()), Path::new("hub/host/repo/x"), b"{}");
         assert!(!dir.path().join("hub").exists());
     }
 

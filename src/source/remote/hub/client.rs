@@ -42,7 +42,7 @@ pub struct Hub {
     pub(super) settings: HubSettings,
     http: reqwest::Client,
     pub(super) gate: Backoff,
-    kept: Option<KeptTree>,
+    kept: KeptTree,
 }
 
 impl Hub {
@@ -62,7 +62,7 @@ impl Hub {
             let reason = runtime::with_remedy(causes(&error.without_url()));
             RemoteError::new(Failure::Unsupported, &host, "HTTP client", reason)
         })?;
-        let kept = cache.map(|cache| KeptTree::new(cache, &kept_name(&settings.endpoint)));
+        let kept = KeptTree::new(cache, &kept_name(&settings.endpoint));
         Ok(Self { settings, http, gate, kept })
     }
 
@@ -80,15 +80,12 @@ impl Hub {
             return Ok(revision.to_owned());
         }
         if self.settings.offline {
-            let kept = self.kept.as_ref().and_then(|kept| kept.commit(repo, revision));
-            return kept.ok_or_else(|| self.is_offline(&format!("{repo}@{revision}")));
+            return self.kept.commit(repo, revision).ok_or_else(|| self.is_offline(&format!("{repo}@{revision}")));
         }
         let url = self.url(&["api", "models"], repo, &["revision", revision]);
         let (Revision { sha }, _) = self.api(repo, Subject::Revision(revision), &url, deadline)?;
         if is_commit(&sha) {
-            if let Some(kept) = &self.kept {
-                kept.keep_commit(repo, revision, &sha);
-            }
+            self.kept.keep_commit(repo, revision, &sha);
             return Ok(sha);
         }
         let message = format!("expected a commit as `sha`, found {sha:?}");
@@ -97,16 +94,14 @@ impl Hub {
 
     /// The files of a commit: those that are kept, else as the Hub lists them.
     pub(super) fn files(&self, repo: &str, commit: &str, deadline: Deadline) -> Result<Vec<RemoteFile>, RemoteError> {
-        if let Some(files) = self.kept.as_ref().and_then(|kept| kept.files(repo, commit)) {
+        if let Some(files) = self.kept.files(repo, commit) {
             return Ok(files);
         }
         if self.settings.offline {
             return Err(self.is_offline(&format!("{repo}@{commit}")));
         }
         let files = self.tree(repo, commit, deadline)?;
-        if let Some(kept) = &self.kept {
-            kept.keep_files(repo, commit, &files);
-        }
+        self.kept.keep_files(repo, commit, &files);
         Ok(files)
     }
 

@@ -23,15 +23,15 @@ use super::super::{
 /// The kept listings of one Hub.
 #[derive(Clone, Debug)]
 pub(super) struct KeptTree {
-    cache: PathBuf,
+    cache: Option<PathBuf>,
     /// Below the cache.
     dir: PathBuf,
 }
 
 impl KeptTree {
-    /// The listings of a host below the directory of the disk cache.
-    pub(super) fn new(cache: &Path, host: &str) -> Self {
-        Self { cache: cache.to_owned(), dir: Path::new("hub").join(escaped(host)) }
+    /// The listings of a host below the directory of the disk cache; without one nothing is kept.
+    pub(super) fn new(cache: Option<&Path>, host: &str) -> Self {
+        Self { cache: cache.map(Path::to_owned), dir: Path::new("hub").join(escaped(host)) }
     }
 
     /// Where a listing is below the cache.
@@ -40,16 +40,16 @@ impl KeptTree {
     }
 
     pub(super) fn commit(&self, repo: &str, revision: &str) -> Option<String> {
-        let text = fs::read_to_string(self.cache.join(self.path(repo, "revisions", revision))).ok()?;
+        let text = fs::read_to_string(self.cache.as_ref()?.join(self.path(repo, "revisions", revision))).ok()?;
         Some(text.trim().to_owned()).filter(|commit| is_hex(commit, SHA1_DIGITS))
     }
 
     pub(super) fn keep_commit(&self, repo: &str, revision: &str, commit: &str) {
-        replace(&self.cache, &self.path(repo, "revisions", revision), commit.as_bytes());
+        replace(self.cache.as_deref(), &self.path(repo, "revisions", revision), commit.as_bytes());
     }
 
     pub(super) fn files(&self, repo: &str, commit: &str) -> Option<Vec<RemoteFile>> {
-        let text = fs::read(self.cache.join(self.path(repo, "trees", commit))).ok()?;
+        let text = fs::read(self.cache.as_ref()?.join(self.path(repo, "trees", commit))).ok()?;
         let mut files: Vec<RemoteFile> = serde_json::from_slice(&text).ok()?;
         for file in &mut files {
             // Earlier versions kept the path alone, which is the key.
@@ -63,7 +63,7 @@ impl KeptTree {
     pub(super) fn keep_files(&self, repo: &str, commit: &str, files: &[RemoteFile]) {
         let are_digests = files.iter().all(|file| file.content.known_digest().is_some());
         if let Some(text) = serde_json::to_vec(files).ok().filter(|_| are_digests) {
-            replace(&self.cache, &self.path(repo, "trees", commit), &text);
+            replace(self.cache.as_deref(), &self.path(repo, "trees", commit), &text);
         }
     }
 }
@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn listings_are_kept_and_damaged_ones_are_not_believed() {
         let dir = tempfile::tempdir().unwrap();
-        let kept = KeptTree::new(dir.path(), "huggingface.co");
+        let kept = KeptTree::new(Some(dir.path()), "huggingface.co");
         let (commit, sha256) = ("c".repeat(40), "a".repeat(64));
         let file = |path: &str, content| RemoteFile {
             path: path.into(),

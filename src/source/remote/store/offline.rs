@@ -48,10 +48,9 @@ impl KeptObjects {
     }
 
     pub(super) fn keep(&self, files: &[RemoteFile]) {
-        let Some(cache) = &self.cache else { return };
         let listing = Listing { address: Cow::from(&self.address), files: Cow::from(files) };
         if let Ok(text) = serde_json::to_vec(&listing) {
-            replace(cache, &self.inside, &text);
+            replace(self.cache.as_deref(), &self.inside, &text);
         }
     }
 
