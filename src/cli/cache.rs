@@ -13,7 +13,7 @@ use ckfs_config::parse_age;
 use ckfs_plan::report::human_bytes;
 use ckfs_source::remote::{
     RemoteCounters,
-    cache::{Cache, Entry, default_directory, usage},
+    cache::{Cache, CacheLimit, Entry, default_directory, usage},
     digest::digest_of,
 };
 use clap::{Args, Subcommand};
@@ -85,7 +85,7 @@ fn by_use(cache: &Cache) -> anyhow::Result<Vec<(SystemTime, PathBuf)>> {
 }
 
 fn list(cache: &Cache, place: &Path, as_json: bool) -> anyhow::Result<()> {
-    let (used, limit) = cache.measure()?;
+    let CacheLimit { used_bytes: used, limit_bytes: limit, .. } = cache.limit()?;
     let (mut text, mut rows) = (String::new(), Vec::new());
     for (last, dir) in by_use(cache)? {
         let (object, present, size, state) = match cache.existing(&dir) {

@@ -19,7 +19,7 @@ use ckfs::source::{
     digest::{Compared, Digester, KnownDigest},
     remote::{
         Content, Failure, RemoteCounters, RemoteOptions, RemoteRepository, RemoteTree,
-        cache::{BLOCK_BYTES, Cache, EntryMeta},
+        cache::{BLOCK_BYTES, Cache, CacheLimit, EntryMeta},
         digest::digest_of,
     },
 };
@@ -122,7 +122,7 @@ fn bytes_are_right_while_segments_are_evicted_under_the_readers_of_two_processes
     });
     assert!(evicted() >= EVICTED_BYTES, "{} bytes are evicted", evicted());
     // Each process may write a MiB after both have measured at the same time.
-    assert!(caches[0].measure().unwrap().0 <= CAP_BYTES + (4 << 20), "{:?}", caches[0].measure());
+    assert!(caches[0].limit().unwrap().used_bytes <= CAP_BYTES + (4 << 20), "{:?}", caches[0].limit());
     for source in &sources {
         assert_eq!(count(&**source, |counters| counters.bad_blocks.load(Ordering::Relaxed)), 0);
         assert!(count(&**source, |counters| counters.miss_bytes.load(Ordering::Relaxed)) > 0);
@@ -142,7 +142,7 @@ fn the_bound_is_exceeded_by_an_eighth_of_it_for_each_further_process() {
         let watching = scope.spawn(|| {
             let mut most = 0;
             while running.load(Ordering::Relaxed) {
-                most = most.max(caches[0].measure().map_or(0, |(used, _)| used));
+                most = most.max(caches[0].limit().map_or(0, |limit| limit.used_bytes));
             }
             most
         });
@@ -178,7 +178,7 @@ fn the_bound_is_exceeded_by_an_eighth_of_it_for_each_further_process() {
         }
         thread::sleep(Duration::from_millis(50));
     }
-    let (used, limit) = caches[0].measure().unwrap();
+    let CacheLimit { used_bytes: used, limit_bytes: limit, .. } = caches[0].limit().unwrap();
     assert!(used <= limit && limit == CAP_BYTES, "{used} bytes");
 }
 

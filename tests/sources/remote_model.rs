@@ -294,7 +294,7 @@ proptest! {
             processes.run(step);
         }
         processes.objects.mishaps.lock().unwrap().clear();
-        let used = processes.open[0].as_ref().unwrap().0.measure().unwrap().0;
+        let used = processes.open[0].as_ref().unwrap().0.limit().unwrap().used_bytes;
         prop_assert!(used <= CAP_BYTES + SLACK_BYTES, "{} bytes of disk", used);
         processes.stop(0);
         processes.stop(1);

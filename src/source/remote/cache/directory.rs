@@ -18,7 +18,6 @@ use std::{
 };
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use parking_lot::Mutex;
 
 use super::{
     super::{
@@ -32,7 +31,7 @@ use super::{
     lock::{self, LockKind},
     meta::{self, EntryMeta},
     own::{self, DATA, MAP},
-    space::{CacheLimit, Place, Room, Space},
+    space::{CacheLimit, OpenEntries, Room, Space},
 };
 
 /// Most bytes kept in memory where there is no disk: headers and small files.
@@ -44,13 +43,12 @@ const TRIES_MAX: usize = 16;
 #[derive(Debug)]
 pub struct Cache {
     /// The directory of entries; `None` in memory.
-    objects: Option<PathBuf>,
-    space: Space,
+    disk: Option<Space>,
     /// Of the entries for which the disk has no place.
     memory: Space,
     /// Whether the warning about entries in memory was logged.
     told: AtomicBool,
-    open: Mutex<Vec<Weak<Entry>>>,
+    open: Arc<OpenEntries>,
     counters: Arc<RemoteCounters>,
 }
 
@@ -61,9 +59,9 @@ impl Cache {
     /// # Errors
     /// The directory cannot be made or used, belongs to another user, or holds what is not the cache's.
     pub fn open(dir: &Path, cap_bytes: Option<u64>, counters: Arc<RemoteCounters>) -> io::Result<Arc<Self>> {
-        let objects = own::claim(dir)?;
-        let space = Space::new(Place::Disk(objects.clone()), cap_bytes);
-        Ok(Arc::new(Self::new(Some(objects), space, counters)))
+        let open = Arc::<OpenEntries>::default();
+        let disk = Space::new(Some(own::claim(dir)?), cap_bytes, Arc::clone(&open));
+        Ok(Self::new(Some(disk), open, counters))
     }
 
     /// The most bytes that a cache in a directory would hold which is not there yet.
@@ -73,31 +71,27 @@ impl Cache {
     pub fn limit_bytes_at(dir: &Path) -> io::Result<u64> {
         let dir = std::path::absolute(dir)?;
         let above = dir.ancestors().find(|above| above.is_dir()).unwrap_or(&dir);
-        Space::new(Place::Disk(above.to_owned()), None).bound_bytes(above, 0)
+        Ok(Space::new(None, None, Arc::default()).limit_in(above, 0)?.limit_bytes)
     }
 
     /// A cache in memory, for headers and small files where there is no directory.
     pub fn in_memory(counters: Arc<RemoteCounters>) -> Arc<Self> {
-        Arc::new(Self::new(None, Space::new(Place::Memory, Some(MEMORY_BYTES)), counters))
+        Self::new(None, Arc::default(), counters)
     }
 
-    fn new(objects: Option<PathBuf>, space: Space, counters: Arc<RemoteCounters>) -> Self {
-        let memory = Space::new(Place::Memory, Some(MEMORY_BYTES));
-        Self { objects, space, memory, told: AtomicBool::new(false), open: Mutex::default(), counters }
-    }
-
-    fn space_of_all(&self) -> &Space {
-        if self.objects.is_none() { &self.memory } else { &self.space }
+    fn new(disk: Option<Space>, open: Arc<OpenEntries>, counters: Arc<RemoteCounters>) -> Arc<Self> {
+        let memory = Space::new(None, Some(MEMORY_BYTES), Arc::clone(&open));
+        Arc::new(Self { disk, memory, told: AtomicBool::new(false), open, counters })
     }
 
     /// What bounds the bytes of an entry.
     fn space_of(&self, entry: &Entry) -> &Space {
-        if entry.dir().is_none() { &self.memory } else { &self.space }
+        self.disk.as_ref().filter(|_| entry.dir().is_some()).unwrap_or(&self.memory)
     }
 
     /// The directory of entries, unless the cache is in memory.
     pub fn objects(&self) -> Option<&Path> {
-        self.objects.as_deref()
+        self.disk.as_ref()?.dir.as_deref()
     }
 
     /// The counts of everything that uses this cache.
@@ -105,20 +99,12 @@ impl Cache {
         &self.counters
     }
 
-    /// Bytes of disk in use, and the most that may be.
-    ///
-    /// # Errors
-    /// The directory cannot be read.
-    pub fn measure(&self) -> io::Result<(u64, u64)> {
-        self.space_of_all().measure()
-    }
-
     /// What bounds it now.
     ///
     /// # Errors
     /// The directory cannot be read.
     pub fn limit(&self) -> io::Result<CacheLimit> {
-        self.space_of_all().limit()
+        self.disk.as_ref().unwrap_or(&self.memory).limit()
     }
 
     /// Room for `bytes` more of an entry, if they may be written; to be held while they are. Evicts for them if that is needed.
@@ -141,7 +127,7 @@ impl Cache {
     /// # Errors
     /// It cannot be removed.
     pub fn remove_unused(&self, entry: &Path) -> io::Result<Option<u64>> {
-        let Some(objects) = &self.objects else { return Ok(None) };
+        let Some(objects) = self.objects() else { return Ok(None) };
         Space::remove_unused(objects, entry)
     }
 
@@ -173,7 +159,7 @@ impl Cache {
             verified: false,
             dropped: 0,
         };
-        let on_disk = self.objects.as_ref().and_then(|objects| {
+        let on_disk = self.objects().and_then(|objects| {
             let entry = self.on_disk(objects, &name, &meta).inspect_err(|error| {
                 if !self.told.swap(true, Ordering::Relaxed) {
                     tracing::warn!(
@@ -190,7 +176,6 @@ impl Cache {
             return Ok(entry);
         }
         let entry = Arc::new(entry);
-        self.space_of(&entry).add(&entry);
         open.retain(|entry| entry.strong_count() > 0);
         open.push(Arc::downgrade(&entry));
         Ok(entry)
@@ -310,15 +295,10 @@ impl Cache {
 
     /// Notes the use of all open entries, and gives up locks that were not used for a while. To be called every few seconds.
     pub fn trim(&self, idle_ms: u64) {
-        let open: Vec<Arc<Entry>> = {
-            let open = self.open.lock();
-            open.iter().filter_map(Weak::upgrade).collect()
-        };
-        for entry in open {
-            entry.release_idle(idle_ms);
+        for space in self.disk.iter().chain([&self.memory]) {
+            space.open_entries().iter().for_each(|entry| entry.release_idle(idle_ms));
+            space.keep_bound();
         }
-        self.space.keep_bound();
-        self.memory.keep_bound();
     }
 
     /// Notes that all open entries are in use, for the order of eviction.
@@ -332,7 +312,7 @@ impl Cache {
     /// # Errors
     /// The directory cannot be read.
     pub fn list(&self) -> io::Result<Vec<PathBuf>> {
-        let Some(objects) = &self.objects else { return Ok(Vec::new()) };
+        let Some(objects) = self.objects() else { return Ok(Vec::new()) };
         let mut dirs = super::space::entry_dirs(objects)?;
         dirs.retain(|dir| dir.extension().is_none());
         dirs.sort();

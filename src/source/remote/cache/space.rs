@@ -43,15 +43,6 @@ const PAUSE: Duration = Duration::from_millis(250);
 /// Age from which an unfinished entry of another process is taken for abandoned.
 const ABANDONED: Duration = Duration::from_hours(1);
 
-/// Where the bytes of a cache are.
-#[derive(Debug)]
-pub(super) enum Place {
-    /// The directory of entries.
-    Disk(PathBuf),
-    /// Files in memory of this process.
-    Memory,
-}
-
 /// What bounds a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheLimit {
@@ -77,7 +68,8 @@ pub struct DiskSpace {
 /// The bound on a cache. Each process keeps to it; all measure the same directory.
 #[derive(Debug)]
 pub(super) struct Space {
-    place: Place,
+    /// The directory of entries; `None` of files in memory of this process.
+    pub(super) dir: Option<PathBuf>,
     cap_bytes: Option<u64>,
     state: Mutex<State>,
     /// Held while the directory is measured and bytes are evicted, which takes as long as its file system does. Readers need
@@ -85,8 +77,11 @@ pub(super) struct Space {
     turn: Mutex<()>,
     /// Bytes that are being written: a measurement may not see them yet.
     pending_bytes: AtomicU64,
-    open: Mutex<Vec<Weak<Entry>>>,
+    open: Arc<OpenEntries>,
 }
+
+/// The entries that this process has open, in this space and others.
+pub(super) type OpenEntries = Mutex<Vec<Weak<Entry>>>;
 
 #[derive(Debug, Default)]
 struct State {
@@ -124,28 +119,16 @@ impl Drop for Room<'_> {
 }
 
 impl Space {
-    pub(super) fn new(place: Place, cap_bytes: Option<u64>) -> Self {
-        let pending_bytes = AtomicU64::new(0);
-        Self {
-            place,
-            cap_bytes,
-            state: Mutex::default(),
-            turn: Mutex::default(),
-            pending_bytes,
-            open: Mutex::default(),
-        }
+    pub(super) fn new(dir: Option<PathBuf>, cap_bytes: Option<u64>, open: Arc<OpenEntries>) -> Self {
+        let (state, turn, pending_bytes) = (Mutex::default(), Mutex::default(), AtomicU64::new(0));
+        Self { dir, cap_bytes, state, turn, pending_bytes, open }
     }
 
-    /// Notes an entry that this process has open.
-    pub(super) fn add(&self, entry: &Arc<Entry>) {
-        let mut open = self.open.lock();
-        open.retain(|entry| entry.strong_count() > 0);
-        open.push(Arc::downgrade(entry));
-    }
-
-    fn open_entries(&self) -> Vec<Arc<Entry>> {
+    /// Those of this space.
+    pub(super) fn open_entries(&self) -> Vec<Arc<Entry>> {
         let open = self.open.lock();
-        open.iter().filter_map(Weak::upgrade).collect()
+        let own = |entry: &Arc<Entry>| entry.dir().is_some() == self.dir.is_some();
+        open.iter().filter_map(Weak::upgrade).filter(own).collect()
     }
 
     /// Room for `bytes` more, if they may be written. Evicts what was not used for longest if that is needed. While another
@@ -189,7 +172,7 @@ impl Space {
         let (pending, before) = (self.pending_bytes.load(Ordering::Acquire), state.room_bytes);
         let begun = Instant::now();
         drop(state);
-        let measure = || self.measure().map(|(used, limit)| (used.saturating_add(pending), limit));
+        let measure = || self.limit().map(|now| (now.used_bytes.saturating_add(pending), now.limit_bytes));
         let (mut used, mut limit) = measure().ok()?;
         if used.saturating_add(bytes) > limit {
             self.evict(used + bytes - limit, SURPLUS_BYTES.min(limit / 8));
@@ -225,10 +208,10 @@ impl Space {
         if !std::mem::take(&mut self.state.lock().written) {
             return;
         }
-        if let Ok((used, limit)) = self.measure()
-            && used > limit
+        if let Ok(CacheLimit { used_bytes, limit_bytes, .. }) = self.limit()
+            && used_bytes > limit_bytes
         {
-            self.evict(used - limit, 0);
+            self.evict(used_bytes - limit_bytes, 0);
             // Until the others have looked too.
             self.state.lock().written = true;
         }
@@ -246,50 +229,25 @@ impl Space {
         self.state.lock().is_full()
     }
 
-    /// Bytes in use, and the most that may be.
-    pub(super) fn measure(&self) -> io::Result<(u64, u64)> {
-        match &self.place {
-            Place::Disk(dir) => {
-                let used: u64 = entry_dirs(dir)?.iter().map(|dir| disk_bytes(dir)).sum();
-                Ok((used, self.bound_bytes(dir, used)?))
-            }
-            Place::Memory => {
-                let used = self.open_entries().iter().map(|entry| allocated(entry.data.metadata())).sum();
-                Ok((used, self.cap_bytes.unwrap_or(0)))
-            }
-        }
-    }
-
-    /// The most bytes of a cache in `dir` that uses `used` of them.
-    pub(super) fn bound_bytes(&self, dir: &Path, used: u64) -> io::Result<u64> {
-        let found = statvfs(dir)?;
-        let (total, free) = (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize);
-        let reachable = (used + free).saturating_sub(self.kept_free_bytes(total));
-        Ok(self.cap_bytes.unwrap_or(total / DEFAULT_DIVISOR).min(reachable))
-    }
-
-    /// Bytes that stay free in a file system of `total` bytes.
-    fn kept_free_bytes(&self, total: u64) -> u64 {
-        match self.cap_bytes {
-            None => total / FREE_DIVISOR,
-            Some(_) => (total / FREE_DIVISOR_BOUNDED).min(FREE_BYTES_BOUNDED),
-        }
-    }
-
     /// What bounds the cache now.
     pub(super) fn limit(&self) -> io::Result<CacheLimit> {
-        let (used_bytes, limit_bytes) = self.measure()?;
-        let Place::Disk(dir) = &self.place else {
-            return Ok(CacheLimit { used_bytes, limit_bytes, disk: None });
-        };
+        if let Some(dir) = &self.dir {
+            return self.limit_in(dir, entry_dirs(dir)?.iter().map(|dir| disk_bytes(dir)).sum());
+        }
+        let used_bytes = self.open_entries().iter().map(|entry| allocated(entry.data.metadata())).sum();
+        Ok(CacheLimit { used_bytes, limit_bytes: self.cap_bytes.unwrap_or(0), disk: None })
+    }
+
+    /// What bounds a cache in `dir` that uses this many bytes.
+    pub(super) fn limit_in(&self, dir: &Path, used_bytes: u64) -> io::Result<CacheLimit> {
         let found = statvfs(dir)?;
-        let total_bytes = found.f_blocks * found.f_frsize;
-        let bound_bytes = self.cap_bytes.unwrap_or(total_bytes / DEFAULT_DIVISOR);
-        let disk = (limit_bytes < bound_bytes).then(|| DiskSpace {
-            total_bytes,
-            free_bytes: found.f_bavail * found.f_frsize,
-            kept_free_bytes: self.kept_free_bytes(total_bytes),
-        });
+        let (total_bytes, free_bytes) = (found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize);
+        let (bound_bytes, kept_free_bytes) = match self.cap_bytes {
+            None => (total_bytes / DEFAULT_DIVISOR, total_bytes / FREE_DIVISOR),
+            Some(bytes) => (bytes, (total_bytes / FREE_DIVISOR_BOUNDED).min(FREE_BYTES_BOUNDED)),
+        };
+        let limit_bytes = bound_bytes.min((used_bytes + free_bytes).saturating_sub(kept_free_bytes));
+        let disk = (limit_bytes < bound_bytes).then_some(DiskSpace { total_bytes, free_bytes, kept_free_bytes });
         Ok(CacheLimit { used_bytes, limit_bytes, disk })
     }
 
@@ -299,7 +257,7 @@ impl Space {
     fn evict(&self, needed: u64, surplus: u64) {
         let wanted = needed.saturating_add(surplus);
         let mut freed = 0;
-        if let Place::Disk(dir) = &self.place {
+        if let Some(dir) = &self.dir {
             let mut unused = entry_dirs(dir).unwrap_or_default();
             unused.sort_by_cached_key(|dir| meta::last_use(dir));
             for entry in unused {
@@ -399,7 +357,7 @@ mod tests {
 
     #[test]
     fn readers_take_what_room_is_left_while_another_measures() {
-        let space = Arc::new(Space::new(Place::Memory, Some(64 << 20)));
+        let space = Arc::new(Space::new(None, Some(64 << 20), Arc::default()));
         drop(space.reserve(1).unwrap());
         // The period is over. A list that is locked makes the next measurement wait.
         space.state.lock().measured = Some(Instant::now().checked_sub(2 * MEASURE_PERIOD).unwrap());
@@ -433,7 +391,7 @@ mod tests {
 
     #[test]
     fn a_full_disk_that_is_met_during_a_measurement_counts() {
-        let space = Arc::new(Space::new(Place::Memory, Some(64 << 20)));
+        let space = Arc::new(Space::new(None, Some(64 << 20), Arc::default()));
         let open = space.open.lock();
         let (asked, measuring) = (Arc::clone(&space), space.turn.lock());
         let asking = thread::spawn(move || asked.reserve(1).is_some());

@@ -177,7 +177,7 @@ fn the_bound_removes_unused_entries_first_and_then_old_segments() {
     }
     let cache = open(dir.path(), Some(cap));
     let kept: Vec<_> = ["d", "e", "f", "g"].iter().map(|key| fill(&cache, key)).collect();
-    assert!(cache.measure().unwrap().0 <= cap, "{:?}", cache.measure());
+    assert!(cache.limit().unwrap().used_bytes <= cap, "{:?}", cache.limit());
     assert!(!kept[0].dir().unwrap().parent().unwrap().join(file("a", blocks * BLOCK_BYTES).cache_name("")).exists());
     assert!(kept[3].is_verified(&(0..blocks)), "the newest stays");
     let present: u64 = kept.iter().map(|entry| entry.present_bytes().unwrap()).sum();
