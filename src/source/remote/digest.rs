@@ -12,11 +12,13 @@ use std::{
 use ckfs_sync::Helpers;
 
 use super::{
-    super::digest::{Compared, Digester, KnownDigest},
+    super::{
+        SourceError,
+        digest::{Compared, Digester, KnownDigest},
+    },
     cache::Entry,
-    digest_state::{DigestState, Mismatch},
     handle::Remote,
-    object::RemoteObject,
+    object::{DigestState, RemoteObject},
     retry::Deadline,
     share,
 };
@@ -24,6 +26,9 @@ use super::{
 /// Comparisons that run beside readers. Each takes one processor.
 static BESIDE_READERS: Helpers = Helpers::new("ckfs-digest", || 2);
 
+/// What a service is told to have sent.
+const ADVICE: &str = "these are not the bytes that the service lists; the copy in the disk cache was dropped, and is fetched again \
+                      by the next mount or command";
 /// The digest in messages where another process has dropped the bytes.
 const DROPPED: &str = "other bytes, which another process has dropped";
 
@@ -62,7 +67,7 @@ pub(super) fn is_open(object: &RemoteObject) -> bool {
 ///
 /// # Errors
 /// Its digest is wrong, and readers had bytes of it, or it was fetched again in vain.
-pub(super) fn settle(remote: &Remote) -> Result<Compared, Mismatch> {
+pub(super) fn settle(remote: &Remote) -> Result<Compared, SourceError> {
     let compared = if let Some(compared) = compare(&remote.object, false)? {
         compared
     } else {
@@ -124,25 +129,34 @@ pub(super) fn look(object: &RemoteObject) {
     }
 }
 
-/// The mismatch of an object whose bytes another process has dropped after readers of this one had some.
-fn dropped_elsewhere(object: &RemoteObject) -> Option<Mismatch> {
-    let expected = object.file.content.known_digest()?;
-    Some(object.digest.lost(Mismatch { expected, found: DROPPED.to_owned() }))
+/// The error of an object whose bytes another process has dropped after readers of this one had some.
+fn dropped_elsewhere(object: &RemoteObject) -> Option<SourceError> {
+    Some(lost(object, &object.file.content.known_digest()?, DROPPED))
+}
+
+/// Keeps the first error of an object that has another digest, and tells of it.
+fn lost(object: &RemoteObject, expected: &KnownDigest, found: &str) -> SourceError {
+    let error = || SourceError::corrupt(Arc::clone(&object.name), expected, found, ADVICE);
+    let kept = object.digest.wrong.get_or_init(error).clone();
+    if let Some(health) = object.digest.health.get() {
+        health.condemn(kept.clone());
+    }
+    kept
 }
 
 /// Compares an object, if all of it is here. `None` if the digest was wrong, and no reader had any byte: the blocks are absent now.
-fn compare(object: &RemoteObject, is_second: bool) -> Result<Option<Compared>, Mismatch> {
+fn compare(object: &RemoteObject, is_second: bool) -> Result<Option<Compared>, SourceError> {
     let (state, entry) = (&object.digest, &object.entry);
     let Some(expected) = object.file.content.known_digest() else { return Ok(Some(Compared::Unknown)) };
     let _comparing = state.comparing.lock();
-    if let Some(mismatch) = state.wrong.get() {
-        return Err(mismatch.clone());
+    if let Some(error) = state.wrong.get() {
+        return Err(error.clone());
     }
     if entry.was_dropped() {
         if state.is_served()
-            && let Some(mismatch) = dropped_elsewhere(object)
+            && let Some(error) = dropped_elsewhere(object)
         {
-            return Err(mismatch);
+            return Err(error);
         }
         entry.note_drops();
     }
@@ -191,7 +205,7 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Option<Compared>, M
         tracing::error!("{name}: the copy in the cache cannot be dropped: {error}");
     });
     if is_lost || dropped.is_err() {
-        return Err(state.lost(Mismatch { expected, found }));
+        return Err(lost(object, &expected, &found));
     }
     entry.note_drops();
     Ok(None)

@@ -208,7 +208,7 @@ impl Fetcher {
             };
             if !self.wait(deadline, done) {
                 let (object, blocks) = (missing[0].0, &missing[0].1[0]);
-                return Err(FetchError::Remote(Arc::new(late(object, blocks))));
+                return Err(FetchError::Remote(Arc::clone(&object.name), Arc::new(late(object, blocks))));
             }
             let failures =
                 awaited.iter().filter_map(|job| Some((job.was_ahead, job.outcome()?.as_ref().err()?.clone())));
@@ -219,8 +219,8 @@ impl Fetcher {
             if let Some(failure) = &failed {
                 // A job that was made for another reader may have had less time.
                 let again = match (failure, deadline) {
-                    (FetchError::Remote(_), _) if are_ahead => !deadline.is_over(),
-                    (FetchError::Remote(error), Deadline::At(_)) => error.is_transient() && !deadline.is_over(),
+                    (FetchError::Remote(..), _) if are_ahead => !deadline.is_over(),
+                    (FetchError::Remote(_, error), Deadline::At(_)) => error.is_transient() && !deadline.is_over(),
                     (_, _) => false,
                 };
                 if !again {
@@ -470,7 +470,7 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), FetchE
     if let Some(failure) = failure {
         return Err(failure);
     }
-    let result = fetched.map_err(|error| FetchError::Remote(Arc::new(error)));
+    let result = fetched.map_err(|error| FetchError::Remote(Arc::clone(&object.name), Arc::new(error)));
     // The whole blocks of a reply that broke off count.
     let whole = chunk.len() / place(BLOCK_BYTES) * place(BLOCK_BYTES);
     chunk.truncate(whole);

@@ -32,17 +32,14 @@ use super::{
     },
     counters::RemoteCounters,
     digest,
-    digest_state::Mismatch,
     error::{Failure, RemoteError},
     fetcher::merged,
-    handle::Remote,
+    handle::{Remote, is_late},
     object::FetchError,
     retry::Deadline,
     share,
 };
 
-/// Attempts to have all blocks of a read at one time.
-const ROUNDS_MAX: usize = 6;
 /// Segments that were not used for this time may be evicted by other processes.
 const IDLE_MS: u64 = 60_000;
 /// Bytes ahead of a sequential reader: some requests of each thread that fetches.
@@ -103,11 +100,7 @@ impl RemoteFiles {
         for (place, remote) in remote.iter().enumerate() {
             let Some(remote) = remote else { continue };
             digest::compare_when_whole(remote);
-            let file = FileId::at(place);
-            let (health, path) = (local.health().handle(file), Arc::clone(&local.pin(file).path));
-            remote.object.digest.set_on_wrong(Box::new(move |mismatch| {
-                health.condemn(mismatch.error(Arc::clone(&path)));
-            }));
+            let _ = remote.object.digest.health.set(local.health().handle(FileId::at(place)));
         }
         let rest_bytes = AtomicU64::new(REST_BYTES_MAX);
         Self { local, remote, counters, begun, touched_seconds, published, rest_bytes }
@@ -123,46 +116,10 @@ impl RemoteFiles {
         spans.iter().all(|span| span.end() <= len)
     }
 
-    /// Makes spans present. Returns guards that keep them.
+    /// Makes spans present for a reader. Returns guards that keep them.
     fn ready<'a>(remote: &'a Remote, spans: &[ByteSpan]) -> Result<Guards<'a>, FetchError> {
-        let entry = &remote.object.entry;
         Self::note_served(remote);
-        let mut deadline = None;
-        let failed = FetchError::of_cache;
-        for _ in 0..ROUNDS_MAX {
-            let (mut guards, mut taken) = (Guards::new(), SmallVec::new());
-            let mut absent = Vec::new();
-            for span in spans {
-                let blocks = blocks_of(*span);
-                entry.guard_more(&blocks, &mut guards, &mut taken).map_err(failed)?;
-                if entry.is_verified(&blocks) {
-                    entry.note_read(&blocks);
-                } else {
-                    absent.extend(entry.missing(&blocks).map_err(failed)?);
-                }
-            }
-            if absent.is_empty() {
-                return Ok(guards);
-            }
-            drop(guards);
-            if remote.fetcher.cache().is_full(entry) {
-                return Err(FetchError::NoRoom);
-            }
-            if let Some(error) = remote.object.take_recent_timeout(spans) {
-                return Err(FetchError::Remote(error));
-            }
-            let until = *deadline.get_or_insert_with(|| Deadline::At(Instant::now() + remote.timeout));
-            // Gaps are merged only within a strided piece, whose spans come in one call.
-            let gap = if spans.len() > 1 { remote.object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
-            let brought = remote.fetcher.fetch(&[(Arc::clone(&remote.object), absent)], gap, until);
-            let late = match &brought {
-                Err(FetchError::Remote(error)) if is_late(error, until) => Some(error),
-                Ok(()) | Err(_) => None,
-            };
-            remote.object.record_result(spans, late);
-            brought?;
-        }
-        Err(FetchError::NoRoom)
+        remote.ready(spans, None)
     }
 
     /// The error of a read, which poisons the file if its object has changed.
@@ -220,11 +177,6 @@ impl RemoteFiles {
         }
     }
 
-    /// The error of a file that has other bytes than its service says.
-    fn corrupt(&self, file: FileId, mismatch: &Mismatch) -> SourceError {
-        self.health().condemn(file, mismatch.error(Arc::clone(&self.local.pin(file).path)))
-    }
-
     /// Brings the rest of an object of which little is missing, so that it can be compared.
     fn bring_rest(&self, remote: &Remote) {
         let (object, entry) = (&remote.object, &remote.object.entry);
@@ -253,11 +205,6 @@ impl RemoteFiles {
     fn counted<T>(&self, result: Result<T, SourceError>) -> Result<T, SourceError> {
         result.inspect_err(|_| RemoteCounters::add(&self.counters.failed_reads, 1))
     }
-}
-
-/// Whether a read failed since its time is over, or would be before another attempt.
-fn is_late(error: &RemoteError, deadline: Deadline) -> bool {
-    error.is_transient() || deadline.is_over()
 }
 
 /// Bounding span of spans, which are not empty.
@@ -294,7 +241,7 @@ impl Source for RemoteFiles {
         let result = match Self::ready(remote, &spans) {
             Ok(_guards) => self.local.fetch(file, parts),
             Err(FetchError::NoRoom | FetchError::Cache(_)) => self.uncached(file, remote, parts),
-            Err(FetchError::Remote(error)) => Err(self.error(file, bounding(&spans), &error)),
+            Err(FetchError::Remote(_, error)) => Err(self.error(file, bounding(&spans), &error)),
         };
         self.counted(result)
     }
@@ -311,15 +258,11 @@ impl Source for RemoteFiles {
         if let Some(first) = remotes.first().filter(|_| demands.len() > 1) {
             let deadline = Deadline::At(Instant::now() + first.timeout);
             let gap = first.object.service.gap_bytes() / BLOCK_BYTES;
-            if let Err(FetchError::Remote(error)) = first.fetcher.fetch(&demands, gap, deadline) {
-                let of_object = |fetch: &&FileFetch<'_, '_>| {
-                    let object = self.remote(fetch.file).map(|remote| &remote.object);
-                    object.is_some_and(|object| object.file.key == error.what && object.service.host() == error.host)
+            if let Err(FetchError::Remote(name, error)) = first.fetcher.fetch(&demands, gap, deadline) {
+                let is_named = |fetch: &&FileFetch<'_, '_>| {
+                    self.remote(fetch.file).is_some_and(|remote| Arc::ptr_eq(&remote.object.name, &name))
                 };
-                let mut named = files.iter().filter(of_object).map(|fetch| fetch.file);
-                // Repositories of one service have files of the same name. Then each is fetched alone, which shows whose error
-                // it is: an error may condemn a file for good.
-                if let (Some(file), None) = (named.next(), named.next()) {
+                if let Some(file) = files.iter().find(is_named).map(|fetch| fetch.file) {
                     let span = error.span.unwrap_or(ByteSpan::EMPTY);
                     return self.counted(Err(self.error(file, span, &error))).map_err(|error| (file, error));
                 }
@@ -372,7 +315,7 @@ impl Source for RemoteFiles {
         let Some(remote) = self.remote(file) else { return self.local.compare(file) };
         self.health().usable(file)?;
         self.bring_rest(remote);
-        digest::settle(remote).map_err(|mismatch| self.corrupt(file, &mismatch))
+        digest::settle(remote).map_err(|error| self.health().condemn(file, error))
     }
 
     fn remote(&self) -> Option<&dyn RemoteSource> {
@@ -409,8 +352,8 @@ impl RemoteSource for RemoteFiles {
         let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
         let work = || {
             while let Some((file, remote)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Err(mismatch) = digest::settle(remote) {
-                    wrong.lock().push((*file, mismatch));
+                if let Err(error) = digest::settle(remote) {
+                    wrong.lock().push((*file, error));
                 }
             }
         };
@@ -419,7 +362,8 @@ impl RemoteSource for RemoteFiles {
         SETTLERS.beside(helpers.saturating_sub(1), work, work);
         let mut wrong = wrong.into_inner();
         wrong.sort_by_key(|(file, _)| *file);
-        let errors: Vec<SourceError> = wrong.iter().map(|(file, mismatch)| self.corrupt(*file, mismatch)).collect();
+        let errors: Vec<SourceError> =
+            wrong.into_iter().map(|(file, error)| self.health().condemn(file, error)).collect();
         errors.into_iter().next().map_or_else(|| Ok(self.publish()), Err)
     }
 
@@ -473,7 +417,7 @@ impl Maps for RemoteFiles {
         let result = match Self::ready(remote, parts) {
             Ok(_guards) => self.local.with(file, span, work)?,
             Err(FetchError::NoRoom | FetchError::Cache(_)) => self.with_buffer(file, remote, span, parts, work),
-            Err(FetchError::Remote(error)) => Err(self.error(file, bounding(parts), &error)),
+            Err(FetchError::Remote(_, error)) => Err(self.error(file, bounding(parts), &error)),
         };
         Some(self.counted(result))
     }
@@ -493,7 +437,7 @@ impl Maps for RemoteFiles {
             Ok(_guards) => self.local.with_kernel_bytes(file, span, reply),
             // The caller fetches.
             Err(FetchError::NoRoom | FetchError::Cache(_)) => None,
-            Err(FetchError::Remote(error)) => {
+            Err(FetchError::Remote(_, error)) => {
                 let failed: Result<(), SourceError> = self.counted(Err(self.error(file, span, &error)));
                 failed.err().map(|error| Err(error.into()))
             }

@@ -6,7 +6,7 @@ use std::{
     ops::{ControlFlow, Range},
     os::unix::fs::FileExt,
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use ckfs_sync::Helpers;
@@ -15,7 +15,10 @@ use smallvec::SmallVec;
 
 use super::{
     super::{ByteSpan, FetchPart},
-    cache::geometry::{blocks_of, place as place_of},
+    cache::{
+        BLOCK_BYTES, Guards,
+        geometry::{blocks_of, place as place_of},
+    },
     counters::RemoteCounters,
     error::RemoteError,
     fetcher::Fetcher,
@@ -23,6 +26,8 @@ use super::{
     retry::Deadline,
 };
 
+/// Attempts to have all blocks of a read at one time.
+const ROUNDS_MAX: usize = 6;
 /// Most bytes of one request. Smaller than those into the cache: a reader waits for all of them.
 const REQUEST_BYTES: usize = 2 << 20;
 /// Requests of one reader at a time.
@@ -53,23 +58,55 @@ impl Remote {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         object.digest.note_served();
-        let blocks = blocks_of(span);
-        let demand = (Arc::clone(object), vec![blocks.clone()]);
-        loop {
-            let brought = self.fetcher.fetch(std::slice::from_ref(&demand), 0, Deadline::Quiet);
-            match brought.and_then(|()| object.entry.guard(&blocks).map_err(FetchError::of_cache)) {
-                Ok(_guards) if object.entry.is_verified(&blocks) => {
-                    return object.entry.data.read_exact_at(target, span.start());
-                }
-                Ok(_) => {}
-                Err(FetchError::NoRoom | FetchError::Cache(_)) => {
-                    let part = FetchPart { start: span.start(), target };
-                    let read = self.read_uncached(&mut [part], Deadline::Quiet);
-                    return read.map_err(|(_, error)| io::Error::other(error));
-                }
-                Err(FetchError::Remote(error)) => return Err(io::Error::other(error)),
+        match self.ready(&[span], Some(Deadline::Quiet)) {
+            Ok(_guards) => object.entry.data.read_exact_at(target, span.start()),
+            Err(FetchError::NoRoom | FetchError::Cache(_)) => {
+                let part = FetchPart { start: span.start(), target };
+                self.read_uncached(&mut [part], Deadline::Quiet).map_err(|(_, error)| io::Error::other(error))
             }
+            Err(FetchError::Remote(_, error)) => Err(io::Error::other(error)),
         }
+    }
+
+    /// Makes spans present. Returns guards that keep them. Without a deadline, it is that of a read which begins when bytes have to
+    /// come.
+    pub(super) fn ready(&self, spans: &[ByteSpan], mut deadline: Option<Deadline>) -> Result<Guards<'_>, FetchError> {
+        let (object, entry) = (&self.object, &self.object.entry);
+        let failed = FetchError::of_cache;
+        for _ in 0..ROUNDS_MAX {
+            let (mut guards, mut taken) = (Guards::new(), SmallVec::new());
+            let mut absent = Vec::new();
+            for span in spans {
+                let blocks = blocks_of(*span);
+                entry.guard_more(&blocks, &mut guards, &mut taken).map_err(failed)?;
+                if entry.is_verified(&blocks) {
+                    entry.note_read(&blocks);
+                } else {
+                    absent.extend(entry.missing(&blocks).map_err(failed)?);
+                }
+            }
+            if absent.is_empty() {
+                return Ok(guards);
+            }
+            drop(guards);
+            if self.fetcher.cache().is_full(entry) {
+                return Err(FetchError::NoRoom);
+            }
+            if let Some(error) = object.take_recent_timeout(spans) {
+                return Err(FetchError::Remote(Arc::clone(&object.name), error));
+            }
+            let until = *deadline.get_or_insert_with(|| Deadline::At(Instant::now() + self.timeout));
+            // Gaps are merged only within a strided piece, whose spans come in one call.
+            let gap = if spans.len() > 1 { object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
+            let brought = self.fetcher.fetch(&[(Arc::clone(object), absent)], gap, until);
+            let late = match &brought {
+                Err(FetchError::Remote(_, error)) if is_late(error, until) => Some(error),
+                Ok(()) | Err(_) => None,
+            };
+            object.record_result(spans, late);
+            brought?;
+        }
+        Err(FetchError::NoRoom)
     }
 
     /// The blocks of spans.
@@ -106,6 +143,11 @@ impl Remote {
         RemoteCounters::add(&self.fetcher.cache().counters().uncached_bytes, needed);
         Ok(())
     }
+}
+
+/// Whether a read failed since its time is over, or would be before another attempt.
+pub(super) fn is_late(error: &RemoteError, deadline: Deadline) -> bool {
+    error.is_transient() || deadline.is_over()
 }
 
 /// Bytes that one request brings, with gaps between them.

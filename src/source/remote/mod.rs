@@ -12,7 +12,6 @@
 pub mod cache;
 mod counters;
 pub mod digest;
-mod digest_state;
 mod error;
 mod fetcher;
 mod files;

@@ -14,9 +14,8 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    super::ByteSpan,
+    super::{ByteSpan, HealthHandle, SourceError},
     cache::Entry,
-    digest_state::DigestState,
     error::RemoteError,
     interface::RemoteFile,
     retry::{Deadline, Retrying},
@@ -93,12 +92,51 @@ impl RemoteObject {
     }
 }
 
+/// State of the comparison of an object with its digest in this process.
+#[derive(Default)]
+pub(super) struct DigestState {
+    /// Held while a thread compares: others wait for its result.
+    pub(super) comparing: Mutex<()>,
+    /// Whether a thread beside the readers compares.
+    pub(super) beside: AtomicBool,
+    /// Whether a reader had bytes of it, or the checkpoint was opened with some, such as its header.
+    served: AtomicBool,
+    /// Whether it was placed into the cache of the service's own client, or cannot be.
+    pub(super) shared: AtomicBool,
+    /// The error, if the digest was wrong although readers had bytes, or wrong twice.
+    pub(super) wrong: OnceLock<SourceError>,
+    /// Told of wrong bytes that readers had.
+    pub(super) health: OnceLock<HealthHandle>,
+    /// Called when the last block has come.
+    pub(super) on_whole: OnceLock<Box<dyn Fn() + Send + Sync>>,
+}
+
+impl DigestState {
+    /// Notes that blocks have come.
+    pub(super) fn note_brought(&self, entry: &Entry) {
+        if let Some(on_whole) = self.on_whole.get().filter(|_| self.is_served() && entry.is_whole()) {
+            on_whole();
+        }
+    }
+
+    /// Whether a reader had bytes of it.
+    pub(super) fn is_served(&self) -> bool {
+        self.served.load(Ordering::Acquire)
+    }
+
+    /// Notes that a reader gets bytes of it. Returns whether that is the first time.
+    pub(super) fn note_served(&self) -> bool {
+        // A store by every reader would move the cache line between processors.
+        !self.served.load(Ordering::Relaxed) && !self.served.swap(true, Ordering::AcqRel)
+    }
+}
+
 /// Why blocks did not come.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum FetchError {
-    /// The service.
-    #[error("{0}")]
-    Remote(Arc<RemoteError>),
+    /// The service: of the object of this name.
+    #[error("{1}")]
+    Remote(Arc<Path>, Arc<RemoteError>),
     /// The cache has no room: the bytes are to be read without it.
     #[error("the disk cache has no room")]
     NoRoom,

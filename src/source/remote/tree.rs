@@ -156,8 +156,7 @@ impl RemoteTree {
             if object.file.size_bytes > NEEDED_BYTES_MAX || !digest::is_open(object) || !object.entry.is_whole() {
                 return Ok(());
             }
-            let settled = digest::settle(&remote);
-            settled.map(|_| ()).map_err(|mismatch| mismatch.error(Arc::clone(&object.name)))
+            digest::settle(&remote).map(|_| ())
         };
         demands.par_iter().try_for_each(compare)
     }
@@ -187,17 +186,8 @@ impl RemoteTree {
         self.fetcher.fetch(demands, 0, Deadline::Quiet).map(|()| true).or_else(|failure| match failure {
             // Whatever reads them reads past the cache then.
             FetchError::NoRoom | FetchError::Cache(_) => Ok(false),
-            FetchError::Remote(error) => {
-                let is_named = |demand: &&Demand| {
-                    let object = &demand.0;
-                    object.file.key == error.what && object.service.host() == error.host
-                };
-                let mut named = demands.iter().filter(is_named).map(|demand| &demand.0);
-                // Two of one name: the error's own words say no more.
-                let object = named.next().filter(|_| named.next().is_none());
-                let file = object.map_or_else(|| Arc::from(Path::new(&error.what)), |object| Arc::clone(&object.name));
-                let span = error.span.unwrap_or_else(|| object.map_or(ByteSpan::EMPTY, |object| object.file.span()));
-                Err(SourceError::remote(file, span, &error))
+            FetchError::Remote(name, error) => {
+                Err(SourceError::remote(name, error.span.unwrap_or(ByteSpan::EMPTY), &error))
             }
         })
     }

@@ -390,7 +390,7 @@ impl Objects for Snapshot {
         }
         let read =
             runtime::block_on(async { hedging.first_of(|| self.begin(file, span, until)).await?.pass(sink).await });
-        // By its key the caller knows the object of an error.
+        // As the other services name it.
         let named = |error: RemoteError| RemoteError { what: file.key.clone(), ..error.of_span(span) };
         read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(named)
     }
