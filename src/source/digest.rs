@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use sha1::Sha1;
-use sha2::{Digest as _, Sha256};
+use sha2::{Digest as _, Sha256, digest::DynDigest};
 
 /// Hexadecimal digits of a SHA-256.
 pub(crate) const SHA256_DIGITS: usize = 64;
@@ -65,37 +65,25 @@ impl KnownDigest {
 }
 
 /// Makes a digest of bytes that are passed in order.
-#[derive(Clone, Debug)]
-pub enum Digester {
-    /// Of a [`KnownDigest::Sha256`].
-    Sha256(Sha256),
-    /// Of a [`KnownDigest::GitBlob`].
-    GitBlob(Sha1),
-}
+pub struct Digester(Box<dyn DynDigest + Send>);
 
 impl Digester {
     /// Makes a digest of the kind of `known`, of a file of this size.
     pub fn new(known: &KnownDigest, size_bytes: u64) -> Self {
-        match known {
-            KnownDigest::Sha256(_) => Self::Sha256(Sha256::new()),
-            KnownDigest::GitBlob(_) => Self::GitBlob(Sha1::new_with_prefix(format!("blob {size_bytes}\0"))),
-        }
+        Self(match known {
+            KnownDigest::Sha256(_) => Box::new(Sha256::new()),
+            KnownDigest::GitBlob(_) => Box::new(Sha1::new_with_prefix(format!("blob {size_bytes}\0"))),
+        })
     }
 
     /// The next bytes.
     pub fn update(&mut self, bytes: &[u8]) {
-        match self {
-            Self::Sha256(digest) => digest.update(bytes),
-            Self::GitBlob(digest) => digest.update(bytes),
-        }
+        self.0.update(bytes);
     }
 
     /// The digest, in hexadecimal.
     pub fn finish(self) -> String {
-        match self {
-            Self::Sha256(digest) => hexadecimal(&digest.finalize()),
-            Self::GitBlob(digest) => hexadecimal(&digest.finalize()),
-        }
+        hexadecimal(&self.0.finalize())
     }
 }
 
