@@ -114,17 +114,21 @@ impl Served<'_> {
         self.len() == 0
     }
 
+    /// The bytes for system calls. Both kinds use the same ones, so that both return the same errors.
+    fn for_kernel(&self) -> KernelBytes<'_> {
+        match self {
+            // SAFETY: a live slice is readable for as long as it lives.
+            Self::Memory(bytes) => unsafe { KernelBytes::new(bytes.as_ptr(), bytes.len()) },
+            Self::Kernel(bytes) => *bytes,
+        }
+    }
+
     /// Writes them to a descriptor, all of them.
     ///
     /// # Errors
     /// As [`KernelBytes::write_to`].
     pub fn write_to(self, target: &impl AsFd) -> io::Result<()> {
-        match self {
-            // Both use the same system calls, so that both return the same errors.
-            // SAFETY: a live slice is readable for as long as it lives.
-            Self::Memory(bytes) => unsafe { KernelBytes::new(bytes.as_ptr(), bytes.len()) }.write_to(target),
-            Self::Kernel(bytes) => bytes.write_to(target),
-        }
+        self.for_kernel().write_to(target)
     }
 
     /// Writes them to their place in a file, all of them.
@@ -132,10 +136,7 @@ impl Served<'_> {
     /// # Errors
     /// As [`KernelBytes::write_to`].
     pub fn write_all_at(self, target: &File, offset: u64) -> io::Result<()> {
-        match self {
-            Self::Memory(bytes) => target.write_all_at(bytes, offset),
-            Self::Kernel(bytes) => bytes.write_all_at(target, offset),
-        }
+        self.for_kernel().write_all_at(target, offset)
     }
 
     /// A copy in memory of this process. The kernel copies the bytes that it alone may read: slow, for tests and commands.
