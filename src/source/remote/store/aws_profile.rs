@@ -1,6 +1,6 @@
 //! Credentials and settings from `~/.aws`, as the AWS tools keep them.
 
-use std::{collections::HashMap, env, fs, os::unix::fs::MetadataExt, path::PathBuf, sync::Arc};
+use std::{collections::HashMap, env, fs, path::PathBuf, sync::Arc};
 
 use async_trait::async_trait;
 use object_store::{CredentialProvider, aws::AwsCredential};
@@ -66,34 +66,14 @@ fn section(text: &str, name: &str) -> HashMap<String, String> {
     values
 }
 
-/// The keys of the profile; read again when a file changes, as tools renew them.
+/// The keys of the profile. They are read for each request, as tools renew them: two small files, which the page cache has.
 #[derive(Debug)]
-pub(super) struct ProfileProvider {
-    known: Mutex<Known>,
-}
-
-/// What tells one content of a file from another: its length and times, and which file it is.
-type FileState = (u64, u64, [i64; 4]);
-
-#[derive(Debug)]
-struct Known {
-    states: [Option<FileState>; 2],
-    credential: Arc<AwsCredential>,
-}
-
-fn states() -> [Option<FileState>; 2] {
-    files().map(|path| {
-        let found = fs::metadata(path?).ok()?;
-        let times = [found.mtime(), found.mtime_nsec(), found.ctime(), found.ctime_nsec()];
-        Some((found.ino(), found.len(), times))
-    })
-}
+pub(super) struct ProfileProvider(Mutex<Arc<AwsCredential>>);
 
 impl ProfileProvider {
     /// A provider, if the profile has keys.
     pub(super) fn of(profile: &Profile) -> Option<Self> {
-        let credential = Arc::new(profile.credential()?);
-        Some(Self { known: Mutex::new(Known { states: states(), credential }) })
+        Some(Self(Mutex::new(Arc::new(profile.credential()?))))
     }
 }
 
@@ -102,14 +82,12 @@ impl CredentialProvider for ProfileProvider {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
-        let mut known = self.known.lock();
-        let now = states();
-        if now != known.states
-            && let Some(credential) = load().credential()
-        {
-            *known = Known { states: now, credential: Arc::new(credential) };
+        let mut known = self.0.lock();
+        // Those of a file that is being written stay for a moment.
+        if let Some(credential) = load().credential() {
+            *known = Arc::new(credential);
         }
-        Ok(Arc::clone(&known.credential))
+        Ok(Arc::clone(&known))
     }
 }
 
