@@ -7,6 +7,8 @@ use std::{future::Future, io, sync::OnceLock, time::Duration};
 
 use tokio::runtime::{Builder, Runtime};
 
+use super::error::{Failure, RemoteError};
+
 /// Threads for connections and timers. The bytes are processed on the threads of the callers.
 const THREADS: usize = 2;
 
@@ -25,15 +27,16 @@ fn runtime() -> io::Result<&'static Runtime> {
     made.as_ref().map_err(|kind| io::Error::new(*kind, "threads for the network cannot be started"))
 }
 
-/// Runs a future to its end on this thread.
+/// Runs a future to its end on this thread, for requests to a host.
 ///
 /// # Errors
 /// The runtime's threads cannot be started.
 ///
 /// # Panics
 /// If it is called from within the runtime.
-pub fn block_on<F: Future>(future: F) -> io::Result<F::Output> {
-    Ok(runtime()?.block_on(future))
+pub(super) fn block_on<F: Future>(host: &str, future: F) -> Result<F::Output, RemoteError> {
+    let failed = |error: io::Error| RemoteError::new(Failure::Unsupported, host, "HTTP client", error.to_string());
+    Ok(runtime().map_err(failed)?.block_on(future))
 }
 
 /// Makes TLS use the `ring` library. To be called before a client is made.

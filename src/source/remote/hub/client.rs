@@ -1,6 +1,6 @@
 //! Requests to the Hub: token, redirects, refusals, waits.
 
-use std::{error::Error, io, path::Path, time::Instant};
+use std::{error::Error, path::Path, time::Instant};
 
 use bytes::Bytes;
 use reqwest::{
@@ -162,7 +162,7 @@ impl Hub {
     ) -> Result<(T, HeaderMap), RemoteError> {
         let attempt = |until: Instant| {
             let url = url.clone();
-            runtime::block_on(async move {
+            runtime::block_on(self.host(), async move {
                 let Followed { mut answer, url, leads_out, .. } =
                     self.follow(Method::GET, repo, subject, url, until).await?;
                 if leads_out {
@@ -174,15 +174,9 @@ impl Hub {
                 let misread = |error| format!("the answer is not understood: {error}");
                 let parsed = serde_json::from_slice(&text).map_err(misread);
                 Ok((parsed.map_err(|text| RemoteError::new(Failure::Transient, self.host(), repo, text))?, headers))
-            })
-            .unwrap_or_else(|error| Err(self.no_runtime(&error)))
+            })?
         };
         retry(&self.gate, deadline, attempt, || false)
-    }
-
-    /// The error of a system that starts no threads.
-    pub(super) fn no_runtime(&self, error: &io::Error) -> RemoteError {
-        RemoteError::new(Failure::Unsupported, self.host(), "HTTP client", error.to_string())
     }
 
     async fn whole(&self, repo: &str, answer: &mut Response, until: Instant) -> Result<Vec<u8>, RemoteError> {

@@ -388,11 +388,10 @@ impl Objects for Snapshot {
         if self.hub.settings.offline {
             return Err(self.hub.is_offline(&self.what_of(file)).of_span(span));
         }
-        let read =
-            runtime::block_on(async { hedging.first_of(|| self.begin(file, span, until)).await?.pass(sink).await });
+        let read = async { hedging.first_of(|| self.begin(file, span, until)).await?.pass(sink).await };
         // As the other services name it.
         let named = |error: RemoteError| RemoteError { what: file.key.clone(), ..error.of_span(span) };
-        read.unwrap_or_else(|error| Err(self.hub.no_runtime(&error))).map_err(named)
+        runtime::block_on(self.host(), read).flatten().map_err(named)
     }
 }
 

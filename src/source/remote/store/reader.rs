@@ -210,17 +210,12 @@ impl Store {
         what: &str,
         request: impl Future<Output = Result<T, RemoteError>>,
     ) -> Result<T, RemoteError> {
-        self.run(async {
+        block_on(&self.host, async {
             tokio::time::timeout_at(until.into(), request).await.unwrap_or_else(|_| {
                 let what = format!("{}/{what}", self.address);
                 Err(RemoteError::new(Failure::Transient, &self.host, &what, "no answer in time"))
             })
         })?
-    }
-
-    pub(super) fn run<F: Future>(&self, future: F) -> Result<F::Output, RemoteError> {
-        block_on(future)
-            .map_err(|error| RemoteError::new(Failure::Unsupported, &self.host, &self.address, error.to_string()))
     }
 
     fn file(&self, meta: &ObjectMeta, path: String) -> Result<RemoteFile, RemoteError> {
@@ -391,7 +386,7 @@ impl Objects for Store {
         if self.is_offline {
             return if span.is_empty() { Ok(()) } else { Err(self.not_asked(&file.key).of_span(span)) };
         }
-        self.run(async {
+        block_on(&self.host, async {
             tokio::time::timeout_at(until.into(), self.stream(file, span, hedging, sink)).await.unwrap_or_else(|_| {
                 let message = "no answer in time";
                 Err(RemoteError::new(Failure::Transient, &self.host, &file.key, message).of_span(span))

@@ -12,6 +12,7 @@ use super::{
     super::{
         error::{Failure, RemoteError},
         options::RemoteOptions,
+        runtime::block_on,
         url_scheme::{StoreKind, service_of},
     },
     address::{StorePlace, locate},
@@ -64,7 +65,7 @@ impl Bucket {
     /// The result of a request.
     fn run<T>(&self, name: &str, request: impl Future<Output = object_store::Result<T>>) -> Result<T, RemoteError> {
         let store = &self.place.store;
-        store.run(request)?.map_err(|error| {
+        block_on(&store.host, request)?.map_err(|error| {
             let what = format!("{}/{}", store.address, self.key(name));
             let message = with_cause(&error);
             if matches!(error, Error::PermissionDenied { .. } | Error::Unauthenticated { .. }) {
