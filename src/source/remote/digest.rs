@@ -200,7 +200,7 @@ fn compare(object: &RemoteObject, is_second: bool) -> Result<Option<Compared>, S
         "{name}: expected {kind} {}, found {found}; the copy in the cache is dropped{then}",
         expected.hex()
     );
-    object.service.distrust(&object.file);
+    object.service.objects.distrust(&object.file);
     let dropped = entry.drop_all().inspect_err(|error| {
         tracing::error!("{name}: the copy in the cache cannot be dropped: {error}");
     });

@@ -90,12 +90,6 @@ struct BegunJob {
     is_urgent: bool,
 }
 
-/// A job that ended, or that another process has and that is to be looked at again.
-struct EndedJob {
-    job: BegunJob,
-    is_done: bool,
-}
-
 impl JobQueue {
     /// Steps so far in this busy time.
     fn steps(&mut self, threads: PoolThreads) -> u64 {
@@ -117,7 +111,8 @@ impl JobQueue {
 
 impl Queue for JobQueue {
     type Job = BegunJob;
-    type Done = EndedJob;
+    /// With whether it ended: else another process has it, and it is to be looked at again.
+    type Done = (BegunJob, bool);
 
     fn take(&mut self) -> Option<BegunJob> {
         if let Some(job) = self.take_urgent() {
@@ -137,7 +132,7 @@ impl Queue for JobQueue {
         self.urgent.len() + self.ahead_free()
     }
 
-    fn done(&mut self, EndedJob { job, is_done }: EndedJob) {
+    fn done(&mut self, (job, is_done): (BegunJob, bool)) {
         self.ahead_running -= usize::from(!job.is_urgent);
         if !is_done {
             // Another process has it. A reader may have begun to wait for it meanwhile.
@@ -233,7 +228,8 @@ impl Fetcher {
 
     /// Requests blocks that will be needed soon, and does not wait for them. Returns whether the queue had room.
     pub fn prefetch(&self, object: &Arc<RemoteObject>, ranges: &[Range<u64>], gap_blocks: u64) -> bool {
-        if self.pool.look(|queue| queue.ahead.len()) >= AHEAD_JOBS_MAX || self.cache().is_full(&object.entry) {
+        if self.pool.look(|queue| queue.ahead.len()) >= AHEAD_JOBS_MAX || self.cache().space_of(&object.entry).is_full()
+        {
             return false;
         }
         let absent: Vec<Range<u64>> =
@@ -371,12 +367,12 @@ pub(super) fn merged(ranges: &[Range<u64>], gap: u64) -> Vec<Range<u64>> {
 /// The error of a reader whose time is over.
 fn late(object: &RemoteObject, blocks: &Range<u64>) -> RemoteError {
     let message = "no answer within --source-timeout";
-    RemoteError::new(Failure::Transient, object.service.host(), &object.file.key, message)
+    RemoteError::new(Failure::Transient, object.service.objects.host(), &object.file.key, message)
         .of_span(object.entry.span_of(blocks))
 }
 
 /// Runs a job in a thread of the pool.
-fn run(shared: &Shared, job: BegunJob) -> EndedJob {
+fn run(shared: &Shared, job: BegunJob) -> (BegunJob, bool) {
     let BegunJob { job: begun, is_urgent } = &job;
     // A panic must leave neither the job nor its readers behind.
     let is_done = catch_unwind(AssertUnwindSafe(|| fetch(shared, begun, *is_urgent))).unwrap_or_else(|_| {
@@ -386,7 +382,7 @@ fn run(shared: &Shared, job: BegunJob) -> EndedJob {
         shared.progress.note();
         true
     });
-    EndedJob { job, is_done }
+    (job, is_done)
 }
 
 /// Runs a job to its end. Returns false if another process fetches its blocks and no reader waits for them.
@@ -483,13 +479,12 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), FetchE
 
 /// Writes blocks to the cache, if it has room.
 fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), FetchError> {
+    let space = shared.cache.space_of(&job.object.entry);
     // Held until the bytes count as used.
-    let Some(_room) = shared.cache.reserve(&job.object.entry, bytes.len() as u64) else {
-        return Err(FetchError::NoRoom);
-    };
+    let _room = space.reserve(bytes.len() as u64).ok_or(FetchError::NoRoom)?;
     job.object.entry.store(first, bytes, job.is_ahead()).map_err(|error| {
         if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
-            shared.cache.note_full(&job.object.entry);
+            space.note_full();
             FetchError::NoRoom
         } else {
             FetchError::of_cache(error)

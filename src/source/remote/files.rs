@@ -58,8 +58,8 @@ pub struct RemoteFiles {
     /// For each file, the remote object; `None` of a local file.
     remote: Vec<Option<Remote>>,
     counters: Arc<RemoteCounters>,
-    begun: Instant,
-    touched_seconds: AtomicU64,
+    /// When the entries were last noted to be in use.
+    touched: Mutex<Instant>,
     /// Snapshots that need no further work.
     published: Mutex<Vec<PathBuf>>,
     /// What is left of [`REST_BYTES_MAX`].
@@ -96,24 +96,25 @@ impl RemoteFiles {
     /// If the lists differ in length.
     pub fn new(local: LocalFiles, remote: Vec<Option<Remote>>, counters: Arc<RemoteCounters>) -> Self {
         assert_eq!(local.file_count(), remote.len(), "files of the local source");
-        let (begun, touched_seconds, published) = (Instant::now(), AtomicU64::new(0), Mutex::default());
+        let (touched, published) = (Mutex::new(Instant::now()), Mutex::default());
         for (place, remote) in remote.iter().enumerate() {
             let Some(remote) = remote else { continue };
             digest::compare_when_whole(remote);
             let _ = remote.object.digest.health.set(local.health().handle(FileId::at(place)));
         }
         let rest_bytes = AtomicU64::new(REST_BYTES_MAX);
-        Self { local, remote, counters, begun, touched_seconds, published, rest_bytes }
+        Self { local, remote, counters, touched, published, rest_bytes }
     }
 
     fn remote(&self, file: FileId) -> Option<&Remote> {
         self.remote.get(file.index())?.as_ref()
     }
 
-    /// The spans, if they lie in the file.
-    fn bounded(&self, file: FileId, spans: &[ByteSpan]) -> bool {
+    /// The object whose bytes are brought for these spans. `None` of a local file, and where the local source refuses.
+    fn brought(&self, file: FileId, spans: &[ByteSpan]) -> Option<&Remote> {
         let len = self.local.pin(file).len_bytes;
-        spans.iter().all(|span| span.end() <= len)
+        let is_read = spans.iter().all(|span| span.end() <= len) && self.health().usable(file).is_ok();
+        self.remote(file).filter(|_| is_read)
     }
 
     /// Makes spans present for a reader. Returns guards that keep them.
@@ -232,12 +233,9 @@ impl Source for RemoteFiles {
     }
 
     fn fetch(&self, file: FileId, parts: &mut [FetchPart<'_>]) -> Result<(), SourceError> {
-        let Some(remote) = self.remote(file) else { return self.local.fetch(file, parts) };
-        self.health().usable(file)?;
         let spans: Option<SmallVec<[ByteSpan; 4]>> = parts.iter().map(FetchPart::span).collect();
-        let Some(spans) = spans.filter(|spans| self.bounded(file, spans)) else {
-            return self.local.fetch(file, parts);
-        };
+        let brought = spans.and_then(|spans| Some((self.brought(file, &spans)?, spans)));
+        let Some((remote, spans)) = brought else { return self.local.fetch(file, parts) };
         let result = match Self::ready(remote, &spans) {
             Ok(_guards) => self.local.fetch(file, parts),
             Err(FetchError::NoRoom | FetchError::Cache(_)) => self.uncached(file, remote, parts),
@@ -250,8 +248,8 @@ impl Source for RemoteFiles {
         // First all of them together, so that requests for several files are under way at a time. Each then finds its bytes.
         let demand = |FileFetch { file, parts }: &FileFetch<'_, '_>| {
             let spans: Option<Vec<ByteSpan>> = parts.iter().map(FetchPart::span).collect();
-            let spans = spans.filter(|spans| self.bounded(*file, spans) && self.health().usable(*file).is_ok())?;
-            let remote = self.remote(*file)?;
+            let spans = spans?;
+            let remote = self.brought(*file, &spans)?;
             Some((remote, (Arc::clone(&remote.object), Remote::blocks(&spans))))
         };
         let (remotes, demands): (Vec<&Remote>, Vec<_>) = files.iter().filter_map(demand).unzip();
@@ -334,7 +332,8 @@ impl RemoteSource for RemoteFiles {
 
     fn prefetch(&self, file: FileId, spans: &[ByteSpan]) -> bool {
         let Some(remote) = self.remote(file) else { return true };
-        let spans: Vec<ByteSpan> = spans.iter().copied().filter(|span| self.bounded(file, &[*span])).collect();
+        let spans: Vec<ByteSpan> =
+            spans.iter().copied().filter(|span| self.brought(file, &[*span]).is_some()).collect();
         let gap = if spans.len() > 1 { self.ahead_gap_bytes(file) / BLOCK_BYTES } else { 0 };
         remote.fetcher.prefetch(&remote.object, &Remote::blocks(&spans), gap)
     }
@@ -389,7 +388,7 @@ impl Maps for RemoteFiles {
         // Where the cache has no room, exact spans cost less than what a map's window would.
         let has_room = |remote: &Remote| {
             let entry = &remote.object.entry;
-            entry.is_whole() || !remote.fetcher.cache().is_full(entry)
+            entry.is_whole() || !remote.fetcher.cache().space_of(entry).is_full()
         };
         let room = self.remote(file).is_none_or(has_room);
         room && self.local.is_mapped(file)
@@ -410,10 +409,7 @@ impl Maps for RemoteFiles {
         parts: &[ByteSpan],
         work: &mut dyn FnMut(&[u8]),
     ) -> Option<Result<(), SourceError>> {
-        let Some(remote) = self.remote(file) else { return self.local.with(file, span, work) };
-        if !self.bounded(file, &[span]) || self.health().usable(file).is_err() {
-            return self.local.with(file, span, work);
-        }
+        let Some(remote) = self.brought(file, &[span]) else { return self.local.with(file, span, work) };
         let result = match Self::ready(remote, parts) {
             Ok(_guards) => self.local.with(file, span, work)?,
             Err(FetchError::NoRoom | FetchError::Cache(_)) => self.with_buffer(file, remote, span, parts, work),
@@ -428,10 +424,9 @@ impl Maps for RemoteFiles {
         span: ByteSpan,
         reply: &mut dyn FnMut(KernelBytes<'_>) -> Replied,
     ) -> Option<Result<Replied, ReadFailure<SourceError>>> {
-        let Some(remote) = self.remote(file) else { return self.local.with_kernel_bytes(file, span, reply) };
-        if !self.bounded(file, &[span]) || self.health().usable(file).is_err() {
+        let Some(remote) = self.brought(file, &[span]) else {
             return self.local.with_kernel_bytes(file, span, reply);
-        }
+        };
         match Self::ready(remote, &[span]) {
             // The guards live until the kernel has copied the bytes.
             Ok(_guards) => self.local.with_kernel_bytes(file, span, reply),
@@ -445,10 +440,7 @@ impl Maps for RemoteFiles {
     }
 
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
-        let Some(remote) = self.remote(file) else { return self.local.will_need(file, span) };
-        if !self.bounded(file, &[span]) {
-            return false;
-        }
+        let Some(remote) = self.brought(file, &[span]) else { return self.local.will_need(file, span) };
         let blocks = blocks_of(span);
         match remote.object.entry.absent(&blocks) {
             Ok(absent) if absent.is_empty() => self.local.will_need(file, span),
@@ -469,12 +461,13 @@ impl Maps for RemoteFiles {
         let Some(first) = self.remote.iter().flatten().next() else { return };
         let cache = first.fetcher.cache();
         cache.trim(IDLE_MS);
-        let seconds = self.begun.elapsed().as_secs();
-        let looks = seconds.saturating_sub(self.touched_seconds.load(Ordering::Relaxed)) >= TOUCH_PERIOD.as_secs();
+        let mut touched = self.touched.lock();
+        let looks = touched.elapsed() >= TOUCH_PERIOD;
         if looks {
-            self.touched_seconds.store(seconds, Ordering::Relaxed);
+            *touched = Instant::now();
             cache.touch();
         }
+        drop(touched);
         for remote in self.remote.iter().flatten() {
             if looks {
                 digest::look(&remote.object);

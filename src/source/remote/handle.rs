@@ -89,7 +89,7 @@ impl Remote {
                 return Ok(guards);
             }
             drop(guards);
-            if self.fetcher.cache().is_full(entry) {
+            if self.fetcher.cache().space_of(entry).is_full() {
                 return Err(FetchError::NoRoom);
             }
             if let Some(error) = object.take_recent_timeout(spans) {

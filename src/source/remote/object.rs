@@ -201,7 +201,7 @@ impl Job {
     pub(super) fn is_stuck(&self) -> bool {
         let moved = *self.moved.lock();
         let is_silent = !self.is_queued() && moved.is_some_and(|moved| moved.elapsed() > STUCK);
-        is_silent && !self.object.service.is_paused()
+        is_silent && self.object.service.gate.closed_for().is_none()
     }
 
     /// Puts it back: another thread may begin it again.

@@ -24,7 +24,6 @@ use super::{
     error::{Failure, RemoteError},
     hedge::Hedging,
     interface::{Objects, RemoteFile, Sink},
-    shared::SharedCache,
 };
 
 /// First pause after a failed request.
@@ -299,8 +298,9 @@ fn longer_than_allowed(last: Option<RemoteError>, gate: &Backoff, pause: Duratio
 
 /// A service with repetitions.
 pub struct Retrying {
-    objects: Arc<dyn Objects>,
-    gate: Backoff,
+    /// The service.
+    pub(super) objects: Arc<dyn Objects>,
+    pub(super) gate: Backoff,
     hedging: Hedging,
     /// Moving averages over requests: microseconds until the first byte, and bytes in a millisecond after it.
     first_byte_us: AtomicU64,
@@ -361,26 +361,6 @@ impl Retrying {
         if bytes >= TIMED_BYTES_MIN {
             average(&self.bytes_per_ms, bytes.saturating_mul(1000) / us(first.elapsed()).max(1));
         }
-    }
-
-    /// The cache of the service's own client, if complete objects are to be placed there.
-    pub fn shared(&self) -> Option<&SharedCache> {
-        self.objects.shared()
-    }
-
-    /// As [`Objects::distrust`].
-    pub(crate) fn distrust(&self, file: &RemoteFile) {
-        self.objects.distrust(file);
-    }
-
-    /// Whether the service asks for a pause now.
-    pub(crate) fn is_paused(&self) -> bool {
-        self.gate.closed_for().is_some()
-    }
-
-    /// Host of the service.
-    pub fn host(&self) -> &str {
-        self.objects.host()
     }
 
     /// Passes the bytes of `span` to `sink`, in order, each byte once.
@@ -445,7 +425,7 @@ impl Retrying {
         );
         result.map_err(|error| match (error.what.is_empty(), error.span) {
             (true, _) => {
-                RemoteError { host: self.host().to_owned(), what: file.key.clone(), span: Some(span), ..error }
+                RemoteError { host: self.objects.host().to_owned(), what: file.key.clone(), span: Some(span), ..error }
             }
             (false, None) => error.of_span(span),
             (false, Some(_)) => error,

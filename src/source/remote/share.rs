@@ -33,14 +33,14 @@ fn name_of(content: &Content) -> Option<&str> {
 
 /// Whether an object is to be placed, and was not yet.
 pub(super) fn is_due(object: &RemoteObject) -> bool {
-    object.service.shared().is_some()
+    object.service.objects.shared().is_some()
         && name_of(&object.file.content).is_some()
         && !object.digest.shared.load(Ordering::Acquire)
 }
 
 /// Places an object, if it is due and complete. A failure is logged, and is final.
 pub(super) fn place(object: &RemoteObject) {
-    let Some(shared) = object.service.shared().filter(|_| is_due(object)) else { return };
+    let Some(shared) = object.service.objects.shared().filter(|_| is_due(object)) else { return };
     let Some(digest) = name_of(&object.file.content) else { return };
     let blob = shared.blob(digest);
     match if blob_is_there(&blob, object.file.size_bytes) { Ok(true) } else { copy(object, &blob) } {
@@ -98,7 +98,7 @@ fn copy(object: &RemoteObject, blob: &Path) -> io::Result<bool> {
 pub(super) fn publish<'a>(objects: impl Iterator<Item = &'a RemoteObject>, done: &mut Vec<PathBuf>) -> Vec<PathBuf> {
     let mut snapshots: BTreeMap<PathBuf, (&SharedCache, Vec<&RemoteObject>)> = BTreeMap::new();
     for object in objects {
-        let Some(shared) = object.service.shared() else { continue };
+        let Some(shared) = object.service.objects.shared() else { continue };
         snapshots.entry(shared.snapshot()).or_insert_with(|| (shared, Vec::new())).1.push(object);
     }
     let mut made = Vec::new();

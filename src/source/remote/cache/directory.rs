@@ -31,7 +31,7 @@ use super::{
     lock::{self, LockKind},
     meta::{self, EntryMeta},
     own::{self, DATA, MAP},
-    space::{CacheLimit, OpenEntries, Room, Space},
+    space::{CacheLimit, OpenEntries, Space},
 };
 
 /// Most bytes kept in memory where there is no disk: headers and small files.
@@ -85,7 +85,7 @@ impl Cache {
     }
 
     /// What bounds the bytes of an entry.
-    fn space_of(&self, entry: &Entry) -> &Space {
+    pub(in super::super) fn space_of(&self, entry: &Entry) -> &Space {
         self.disk.as_ref().filter(|_| entry.dir().is_some()).unwrap_or(&self.memory)
     }
 
@@ -105,21 +105,6 @@ impl Cache {
     /// The directory cannot be read.
     pub fn limit(&self) -> io::Result<CacheLimit> {
         self.disk.as_ref().unwrap_or(&self.memory).limit()
-    }
-
-    /// Room for `bytes` more of an entry, if they may be written; to be held while they are. Evicts for them if that is needed.
-    pub fn reserve(&self, entry: &Entry, bytes: u64) -> Option<Room<'_>> {
-        self.space_of(entry).reserve(bytes)
-    }
-
-    /// Whether there was no room lately for an entry.
-    pub fn is_full(&self, entry: &Entry) -> bool {
-        self.space_of(entry).is_full()
-    }
-
-    /// Notes that a write to an entry failed: nothing is written for some seconds.
-    pub(crate) fn note_full(&self, entry: &Entry) {
-        self.space_of(entry).note_full();
     }
 
     /// Removes an entry that no process uses. Returns the freed bytes of disk, or `None` if it is in use.

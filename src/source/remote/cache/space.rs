@@ -67,7 +67,7 @@ pub struct DiskSpace {
 
 /// The bound on a cache. Each process keeps to it; all measure the same directory.
 #[derive(Debug)]
-pub(super) struct Space {
+pub(in super::super) struct Space {
     /// The directory of entries; `None` of files in memory of this process.
     pub(super) dir: Option<PathBuf>,
     cap_bytes: Option<u64>,
@@ -131,9 +131,9 @@ impl Space {
         open.iter().filter_map(Weak::upgrade).filter(own).collect()
     }
 
-    /// Room for `bytes` more, if they may be written. Evicts what was not used for longest if that is needed. While another
+    /// Room for `bytes` more, if they may be written; to be held while they are. Evicts what was not used for longest if that is needed. While another
     /// thread measures or evicts, the room that is left from the last measurement serves; only without any this waits for it.
-    pub(super) fn reserve(&self, bytes: u64) -> Option<Room<'_>> {
+    pub(in super::super) fn reserve(&self, bytes: u64) -> Option<Room<'_>> {
         let state = self.state.lock();
         if state.is_full() {
             return None;
@@ -217,15 +217,15 @@ impl Space {
         }
     }
 
-    /// Notes that a write failed since the disk is full.
-    pub(super) fn note_full(&self) {
+    /// Notes that a write failed since the disk is full: nothing is written for a moment.
+    pub(in super::super) fn note_full(&self) {
         let mut state = self.state.lock();
         (state.measured, state.room_bytes) = (None, 0);
         state.full_since = Some(Instant::now());
     }
 
     /// Whether a reservation failed lately.
-    pub(super) fn is_full(&self) -> bool {
+    pub(in super::super) fn is_full(&self) -> bool {
         self.state.lock().is_full()
     }
 

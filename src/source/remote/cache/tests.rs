@@ -141,7 +141,7 @@ fn the_bytes_of_an_earlier_run_are_evicted_from_an_entry_in_use() {
     let cache = open(dir.path(), Some(cap));
     let entry = cache.entry(&object, "", "k").unwrap();
     assert_eq!(missing(&entry, 0..SEGMENT_BLOCKS), []);
-    assert!(cache.reserve(&entry, SEGMENT_BYTES).is_some(), "there are segments that nobody uses");
+    assert!(cache.space_of(&entry).reserve(SEGMENT_BYTES).is_some(), "there are segments that nobody uses");
     assert!(entry.is_verified(&(0..SEGMENT_BLOCKS)), "what is in use stays");
     assert_eq!(missing(&entry, SEGMENT_BLOCKS..2 * SEGMENT_BLOCKS), [SEGMENT_BLOCKS..2 * SEGMENT_BLOCKS]);
 }
@@ -165,7 +165,7 @@ fn the_bound_removes_unused_entries_first_and_then_old_segments() {
     let cap = 4 * blocks * BLOCK_BYTES;
     let fill = |cache: &Cache, key: &str| {
         let entry = cache.entry(&file(key, blocks * BLOCK_BYTES), "", key).unwrap();
-        if cache.reserve(&entry, blocks * BLOCK_BYTES).is_some() {
+        if cache.space_of(&entry).reserve(blocks * BLOCK_BYTES).is_some() {
             entry.store(0, &bytes(blocks, 0), false).unwrap();
         }
         entry
@@ -280,11 +280,11 @@ fn nothing_but_entries_is_evicted_or_listed() {
 fn memory_serves_where_there_is_no_directory() {
     let cache = Cache::in_memory(Arc::new(RemoteCounters::default()));
     let entry = cache.entry(&file("k", 1 << 40), "", "k").unwrap();
-    assert!(cache.reserve(&entry, 100 << 20).is_some());
+    assert!(cache.space_of(&entry).reserve(100 << 20).is_some());
     entry.store(5, &bytes(2, 0), false).unwrap();
     assert_eq!(missing(&entry, 4..8), [4..5, 7..8]);
-    assert!(cache.reserve(&entry, 300 << 20).is_none(), "beyond the bound");
-    assert!(cache.is_full(&entry));
+    assert!(cache.space_of(&entry).reserve(300 << 20).is_none(), "beyond the bound");
+    assert!(cache.space_of(&entry).is_full());
 }
 
 #[test]
@@ -296,11 +296,11 @@ fn memory_serves_where_the_disk_has_no_place_for_an_entry() {
     fs::write(cache.objects().unwrap().join(object.cache_name("")), "").unwrap();
     let entry = cache.entry(&object, "", "k").unwrap();
     assert_eq!(entry.dir(), None);
-    assert!(cache.reserve(&entry, 2 * BLOCK_BYTES).is_some(), "the bound of the disk is not that of memory");
+    assert!(cache.space_of(&entry).reserve(2 * BLOCK_BYTES).is_some(), "the bound of the disk is not that of memory");
     entry.store(0, &bytes(2, 0), false).unwrap();
     assert_eq!(missing(&entry, 0..3), [2..3]);
     let other = cache.entry(&file("l", 9), "", "l").unwrap();
-    assert!(other.dir().is_some() && cache.reserve(&other, 1).is_none());
+    assert!(other.dir().is_some() && cache.space_of(&other).reserve(1).is_none());
 }
 
 #[test]
