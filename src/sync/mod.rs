@@ -5,7 +5,7 @@
 //! | for | use |
 //! | --- | --- |
 //! | jobs in the background | a [`Pool`]: threads start when jobs wait, up to a bound, and end when idle |
-//! | one job that several threads do, and the caller waits | [`Helpers::beside`] |
+//! | one job that several threads do, and the caller waits | [`Helpers::beside`]; for each of a list: [`Helpers::each`] |
 //! | a thread that lives as long as something else | [`spawn`] |
 //! | values made once for all who ask | a [`SingleFlight`] with a [`RoomPolicy`] |
 //! | memory that is used again | a [`BufferPool`] |

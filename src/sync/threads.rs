@@ -111,6 +111,35 @@ impl Helpers {
             own()
         })
     }
+
+    /// Passes each item to `work`, in at most `most` threads, of which this is one; after a failure no more of them.
+    ///
+    /// # Errors
+    /// The first failure.
+    ///
+    /// # Panics
+    /// If `work` does in a thread.
+    pub fn each<T: Send, E: Send + Sync>(
+        &self,
+        most: usize,
+        items: Vec<T>,
+        work: impl Fn(T) -> Result<(), E> + Sync,
+    ) -> Result<(), E> {
+        let helpers = most.min(items.len()).saturating_sub(1);
+        let (left, failure) = (Mutex::new(items.into_iter()), OnceLock::new());
+        let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let work = || {
+            while failure.get().is_none()
+                && let Some(item) = next()
+            {
+                if let Err(error) = work(item) {
+                    failure.get_or_init(|| error);
+                }
+            }
+        };
+        self.beside(helpers, work, work);
+        failure.into_inner().map_or(Ok(()), Err)
+    }
 }
 
 #[cfg(test)]
@@ -142,6 +171,24 @@ mod tests {
         });
         assert_eq!((found, ended.into_inner(), count("test-beside")), (3, 3, 0));
         assert_eq!(USE.beside(0, || panic!("no help is wanted"), || 7), 7);
+    }
+
+    #[test]
+    fn each_item_is_passed_once_and_none_after_a_failure() {
+        static USE: Helpers = Helpers::new("test-each", || 3);
+        let (met, sum) = (Barrier::new(4), AtomicUsize::new(0));
+        let done = USE.each(4, (1..=8).collect(), |item| {
+            met.wait();
+            sum.fetch_add(item, Ordering::SeqCst);
+            Ok::<(), ()>(())
+        });
+        assert_eq!((done, sum.into_inner()), (Ok(()), 36), "by four at a time");
+        let passed = Mutex::new(Vec::new());
+        let failed = USE.each(1, vec![1, 2, 3, 4], |item| {
+            passed.lock().unwrap().push(item);
+            if item < 2 { Ok(()) } else { Err(item) }
+        });
+        assert_eq!((failed, passed.into_inner().unwrap()), (Err(2), vec![1, 2]));
     }
 
     #[test]

@@ -6,18 +6,17 @@
 //! Files that are local, such as those of an adapter, are passed through.
 
 use std::{
+    convert::Infallible,
     fs::File,
-    num::NonZero,
     path::PathBuf,
     sync::{
         Arc,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
-use ckfs_sync::Helpers;
+use ckfs_sync::{Helpers, processors};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
@@ -348,17 +347,13 @@ impl RemoteSource for RemoteFiles {
     fn share(&self) -> Result<Vec<PathBuf>, SourceError> {
         let remote = self.remote.iter().enumerate();
         let files: Vec<_> = remote.filter_map(|(place, remote)| Some((FileId::at(place), remote.as_ref()?))).collect();
-        let (next, wrong) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
-        let work = || {
-            while let Some((file, remote)) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Err(error) = digest::settle(remote) {
-                    wrong.lock().push((*file, error));
-                }
-            }
-        };
+        let wrong = Mutex::new(Vec::new());
         // Digests are the work of one processor for each file.
-        let helpers = thread::available_parallelism().map_or(1, NonZero::get).min(SETTLERS_MAX).min(files.len());
-        SETTLERS.beside(helpers.saturating_sub(1), work, work);
+        let most = processors().min(SETTLERS_MAX);
+        let Ok(()) = SETTLERS.each(most, files, |(file, remote)| {
+            wrong.lock().extend(digest::settle(remote).err().map(|error| (file, error)));
+            Ok::<(), Infallible>(())
+        });
         let mut wrong = wrong.into_inner();
         wrong.sort_by_key(|(file, _)| *file);
         let errors: Vec<SourceError> =

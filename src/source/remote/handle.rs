@@ -10,7 +10,6 @@ use std::{
 };
 
 use ckfs_sync::Helpers;
-use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::{
@@ -126,20 +125,9 @@ impl Remote {
         let needed: u64 = parts.iter().map(|part| part.target.len() as u64).sum();
         let gap_bytes = if parts.len() > 1 { self.object.service.gap_bytes() } else { 0 };
         let requests = coalesced(parts, gap_bytes);
-        let helpers = requests.len().min(AT_A_TIME).saturating_sub(1);
-        let (left, failed) = (Mutex::new(requests.into_iter()), Mutex::new(None));
-        let work = || {
-            while failed.lock().is_none() {
-                let Some(mut request) = left.lock().next() else { return };
-                if let Err(error) = request.read(self, deadline) {
-                    failed.lock().get_or_insert((request.span(), error));
-                }
-            }
-        };
-        HELPERS.beside(helpers, work, work);
-        if let Some(failure) = failed.lock().take() {
-            return Err(failure);
-        }
+        HELPERS.each(AT_A_TIME, requests, |mut request| {
+            request.read(self, deadline).map_err(|error| (request.span(), error))
+        })?;
         RemoteCounters::add(&self.fetcher.cache().counters().uncached_bytes, needed);
         Ok(())
     }

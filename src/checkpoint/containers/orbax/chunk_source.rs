@@ -188,22 +188,7 @@ impl ChunkSource {
                 None => missing.push((key, parts)),
             }
         }
-        let helpers = processors().min(missing.len()).saturating_sub(1);
-        missing.reverse();
-        let (missing, failed) = (Mutex::new(missing), Mutex::new(None));
-        let lock = || failed.lock();
-        let work = || {
-            while let Some((key, parts)) = { missing.lock().pop() } {
-                if lock().is_some() {
-                    return;
-                }
-                if let Err(error) = self.copy(key, parts) {
-                    lock().get_or_insert((key.0, error));
-                }
-            }
-        };
-        DECODING.beside(helpers, work, work);
-        lock().take().map_or(Ok(()), Err)
+        DECODING.each(processors(), missing, |(key, parts)| self.copy(key, parts).map_err(|error| (key.0, error)))
     }
 }
 

@@ -2,10 +2,7 @@
 
 use std::{
     ops::ControlFlow,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -162,26 +159,15 @@ impl Store {
         /// Requests at a time.
         const AT_A_TIME: usize = 32;
         static LISTING: Helpers = Helpers::new("ckfs-list", || AT_A_TIME);
-        let (next, failed) = (AtomicUsize::new(0), Mutex::new(None));
         let found = Mutex::new(Vec::new());
-        let work = || {
-            while let Some((key, path)) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if failed.lock().is_some() {
-                    return;
-                }
-                match self.head(key, path) {
-                    Ok(file) => found.lock().push(file),
-                    Err(error) if error.failure == Failure::NotFound => {}
-                    Err(error) => {
-                        failed.lock().get_or_insert(error);
-                    }
-                }
+        LISTING.each(AT_A_TIME, keys.iter().collect(), |(key, path)| {
+            match self.head(key, path) {
+                Ok(file) => found.lock().push(file),
+                Err(error) if error.failure == Failure::NotFound => {}
+                Err(error) => return Err(error),
             }
-        };
-        LISTING.beside(AT_A_TIME.min(keys.len()).saturating_sub(1), work, work);
-        if let Some(error) = failed.into_inner() {
-            return Err(error);
-        }
+            Ok(())
+        })?;
         let mut files = found.into_inner();
         files.sort_by(|left, right| left.path.cmp(&right.path));
         Ok(files)
