@@ -23,6 +23,9 @@ pub mod hub;
 mod interface;
 #[cfg(feature = "hub")]
 mod kept_file;
+#[cfg(feature = "hub")]
+#[cfg_attr(not(feature = "stores"), allow(dead_code, reason = "the Hub lists files and nothing else"))]
+mod listing;
 mod object;
 mod options;
 #[cfg(feature = "hub")]

@@ -15,6 +15,7 @@ use super::{
         super::digest::{SHA1_DIGITS, is_hex},
         error::{Failure, RemoteError, of_causes},
         interface::RemoteFile,
+        listing::Gathered,
         reply::{REDIRECTS_MAX, asked, may_follow, refusal, request_id, text_of},
         retry::{Backoff, Deadline, retry},
         runtime,
@@ -29,10 +30,6 @@ use super::{
 const IDLE_CONNECTIONS: usize = 64;
 /// Most bytes of an answer of the API. A page of the tree has about 300 KB.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
-/// Most pages of a tree, of 1000 entries each.
-const PAGES_MAX: usize = 200;
-/// Most files of a repository.
-const FILES_MAX: usize = 100_000;
 /// Hosts of the Hub itself. Its content network has other names, also below these.
 const HUB_HOSTS: [&str; 2] = ["huggingface.co", "hf.co"];
 
@@ -108,32 +105,20 @@ impl Hub {
     fn tree(&self, repo: &str, commit: &str, deadline: Deadline) -> Result<Vec<RemoteFile>, RemoteError> {
         let mut url = self.url(&["api", "models"], repo, &["tree", commit]);
         url.set_query(Some("recursive=true&limit=1000"));
-        let mut next = Some(url);
-        let mut files = Vec::new();
+        let (mut next, mut listing) = (Some(url), Gathered::default());
         let named = format!("{}/{repo}", self.settings.endpoint.as_str().trim_end_matches('/'));
         let refuse = |message: String| RemoteError::new(Failure::Unsupported, self.host(), repo, message);
-        for _ in 0..PAGES_MAX {
-            let Some(url) = next.take() else { break };
+        while let Some(url) = next {
             let (entries, headers): (Vec<HubEntry>, _) = self.api(repo, Subject::Revision(commit), &url, deadline)?;
-            for entry in entries {
-                files.extend(entry.file(&named).map_err(refuse)?);
-            }
-            if files.len() > FILES_MAX {
-                return Err(refuse(format!("more than {FILES_MAX} files: not a model repository")));
-            }
+            let files = entries.into_iter().filter_map(|entry| entry.file(&named).transpose());
+            let added = files.collect::<Result<_, _>>().and_then(|files| listing.add(files, Vec::new()));
+            added.map_err(refuse)?;
             next = next_page(&headers).and_then(|text| url.join(&text).ok());
             if let Some(next) = next.as_ref().filter(|next| !may_follow(&url, next)) {
                 return Err(refuse(refusal(&url, next)));
             }
         }
-        if next.is_some() {
-            return Err(refuse(format!("more than {PAGES_MAX} pages of files: not a model repository")));
-        }
-        files.sort_by(|left, right| left.path.cmp(&right.path));
-        if let Some(twice) = files.windows(2).find(|pair| pair[0].path == pair[1].path) {
-            return Err(refuse(format!("lists {:?} twice", twice[0].path)));
-        }
-        Ok(files)
+        Ok(listing.files.into_values().collect())
     }
 
     /// The error of something that only the network has.

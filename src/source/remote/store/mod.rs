@@ -9,7 +9,6 @@ mod aws_profile;
 mod client;
 mod connect;
 mod http_listing;
-mod listing;
 mod observe;
 mod offline;
 mod page;

@@ -16,15 +16,10 @@ use quick_xml::{
     events::{BytesStart, Event},
 };
 
+use super::super::listing::PassedOver;
+
 /// Most bytes of a page. A thousand keys of the longest kind have 7 MB.
 const PAGE_BYTES_MAX: usize = 64 << 20;
-
-/// An object that is passed over.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct PassedOver {
-    pub(super) key: String,
-    pub(super) reason: &'static str,
-}
 
 /// Takes keys that name no file below a prefix out of a page. Cheap to clone.
 #[derive(Clone, Debug, Default)]

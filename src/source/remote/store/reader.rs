@@ -22,11 +22,11 @@ use super::{
         error::{Failure, RemoteError, of_causes},
         hedge::Hedging,
         interface::{Content, Objects, RemoteFile, Sink},
+        listing::{Gathered, passed_text},
         retry::{Backoff, Deadline, retry},
         runtime::{READ_TIMEOUT, block_on},
     },
     client::{RefusedRedirect, cause},
-    listing::{Gathered, passed_text},
     observe::{Credentials, Observer},
     page::PageFilter,
 };

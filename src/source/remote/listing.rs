@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{super::interface::RemoteFile, page::PassedOver};
+use super::interface::RemoteFile;
 
 /// Most objects below a prefix.
 const OBJECTS_MAX: usize = 100_000;
@@ -13,10 +13,17 @@ const EMPTY_PAGES_MAX: usize = 100;
 /// Objects that a message names.
 const SHOWN: usize = 3;
 
+/// An object that is passed over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct PassedOver {
+    pub(super) key: String,
+    pub(super) reason: &'static str,
+}
+
 /// The files of the pages so far.
 #[derive(Debug, Default)]
 pub(super) struct Gathered {
-    files: BTreeMap<String, RemoteFile>,
+    pub(super) files: BTreeMap<String, RemoteFile>,
     passed: Vec<PassedOver>,
     pages: usize,
     empty: usize,
@@ -83,7 +90,7 @@ pub(super) fn passed_text(passed: &[PassedOver]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::super::interface::Content, *};
+    use super::{super::interface::Content, *};
 
     fn file(path: &str, size_bytes: u64) -> RemoteFile {
         RemoteFile {
