@@ -19,20 +19,6 @@ const ROWS: [(Resource, &str, u64, &str, u64); 5] = [
     (Resource::RLIMIT_STACK, "stack", 1 << 10, " KiB (ulimit -s)", 1 << 20),
 ];
 
-/// The limits of this process that are low enough to be the reason of a failed start, as in `address space 300000 KiB
-/// (ulimit -v)`; empty if there are none.
-pub(crate) fn suspects() -> String {
-    let mut found = Vec::new();
-    for (resource, name, unit, words, below) in ROWS {
-        if let Ok((soft, _)) = getrlimit(resource)
-            && soft < below
-        {
-            found.push(format!("{name} {}{words}", soft / unit));
-        }
-    }
-    found.join(", ")
-}
-
 /// Whether this process has the capability to administer the system, `CAP_SYS_ADMIN`; `None` without `/proc`.
 pub fn may_administer() -> Option<bool> {
     const CAP_SYS_ADMIN: u32 = 21;
@@ -78,10 +64,15 @@ pub fn tune_allocator() {
 #[cfg(target_env = "gnu")]
 const APART_BYTES: nix::libc::c_int = 4 << 20;
 
-/// `suspects` as the end of a message: empty, or with words before it.
+/// The limits of this process that are low enough to be the reason of a failed start, as the end of a message, such as
+/// `; low limits of this process: address space 300000 KiB (ulimit -v)`; empty if there are none.
 pub fn hint() -> String {
-    let suspects = suspects();
-    if suspects.is_empty() { suspects } else { format!("; low limits of this process: {suspects}") }
+    let low = ROWS.into_iter().filter_map(|(resource, name, unit, words, below)| {
+        let (soft, _) = getrlimit(resource).ok().filter(|(soft, _)| *soft < below)?;
+        Some(format!("{name} {}{words}", soft / unit))
+    });
+    let low: Vec<String> = low.collect();
+    if low.is_empty() { String::new() } else { format!("; low limits of this process: {}", low.join(", ")) }
 }
 
 /// Threads that could be started, and why no more.
