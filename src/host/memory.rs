@@ -60,30 +60,18 @@ impl fmt::Display for LimitOrigin {
 
 /// A file that may hold a limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum LimitFile {
-    /// The file is a number of bytes, or `max`.
-    Number(PathBuf),
-    /// The file has a line `hierarchical_memory_limit N`.
-    Statistics(PathBuf),
+pub struct LimitFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What stands before the number in its line: nothing where the file is a number of bytes, or `max`.
+    pub before: &'static str,
 }
 
 impl LimitFile {
-    /// Where the file is.
-    pub fn path(&self) -> &Path {
-        match self {
-            Self::Number(path) | Self::Statistics(path) => path,
-        }
-    }
-
     /// The limit that the file's text states, if it states one.
     fn limit_bytes(&self, text: &str) -> Option<u64> {
-        let number = match self {
-            Self::Number(_) => text.trim(),
-            Self::Statistics(_) => {
-                text.lines().find_map(|line| line.strip_prefix("hierarchical_memory_limit "))?.trim()
-            }
-        };
-        number.parse().ok().filter(|bytes| *bytes < UNLIMITED_BYTES)
+        let number = text.lines().find_map(|line| line.strip_prefix(self.before))?;
+        number.trim().parse().ok().filter(|bytes| *bytes < UNLIMITED_BYTES)
     }
 }
 
@@ -126,17 +114,15 @@ fn add_files(mount: &GroupMount, steps: &[&str], files: &mut Vec<LimitFile>) {
     let mut found = Vec::new();
     for depth in (0..=steps.len()).rev() {
         let directory = mount.mountpoint.join(steps[..depth].join("/"));
+        let file = |name, before| LimitFile { path: directory.join(name), before };
         match mount.version {
             Version::One => {
-                found.push(LimitFile::Number(directory.join("memory.limit_in_bytes")));
+                found.push(file("memory.limit_in_bytes", ""));
                 if depth == steps.len() {
-                    found.push(LimitFile::Statistics(directory.join("memory.stat")));
+                    found.push(file("memory.stat", "hierarchical_memory_limit "));
                 }
             }
-            Version::Two => {
-                let file = |name| LimitFile::Number(directory.join(name));
-                found.extend(["memory.max", "memory.high"].map(file));
-            }
+            Version::Two => found.extend(["memory.max", "memory.high"].map(|name| file(name, ""))),
         }
     }
     for file in found {
@@ -211,10 +197,10 @@ fn least(machine_bytes: Option<u64>, files: &[LimitFile], read: impl Fn(&Path) -
         machine_bytes.map_or((ASSUMED_BYTES, LimitOrigin::Assumed), |bytes| (bytes, LimitOrigin::Machine));
     let mut limit = Limit { bytes, origin };
     for file in files {
-        let found = read(file.path()).and_then(|text| file.limit_bytes(&text));
+        let found = read(&file.path).and_then(|text| file.limit_bytes(&text));
         // A smaller machine is likelier to be known than a larger group, so an assumption gives way to any limit.
         if let Some(bytes) = found.filter(|bytes| *bytes < limit.bytes || limit.origin == LimitOrigin::Assumed) {
-            limit = Limit { bytes, origin: LimitOrigin::Cgroup { file: file.path().to_owned() } };
+            limit = Limit { bytes, origin: LimitOrigin::Cgroup { file: file.path.clone() } };
         }
     }
     limit
@@ -277,7 +263,7 @@ mod tests {
                       35 25 0:30 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n";
 
     fn paths(cgroup: &str, mountinfo: &str) -> Vec<String> {
-        limit_files(cgroup, mountinfo).iter().map(|file| file.path().display().to_string()).collect()
+        limit_files(cgroup, mountinfo).iter().map(|file| file.path.display().to_string()).collect()
     }
 
     /// The directories that are looked at, in order.

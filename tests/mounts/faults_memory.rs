@@ -21,7 +21,7 @@ use std::{
     time::Duration,
 };
 
-use ckfs::host::memory::{LimitFile, limit_files};
+use ckfs::host::memory::limit_files;
 use memmap2::Mmap;
 use serde_json::{Value, json};
 
@@ -45,7 +45,10 @@ impl Group {
         let name = format!("ckfs-test-{name}-{}", std::process::id());
         let mut why = "no hierarchy limits memory".to_owned();
         for file in &files {
-            let LimitFile::Number(path) = file else { continue };
+            if !file.before.is_empty() {
+                continue;
+            }
+            let path = &file.path;
             let is_v1 = path.ends_with("memory.limit_in_bytes");
             // In version 2, a group that holds processes cannot have a child that limits memory; a sibling may be possible.
             let Some(parent) = path.parent().filter(|_| is_v1 || path.ends_with("memory.max")) else { continue };
