@@ -6,7 +6,7 @@ use std::{
     io,
     path::Path,
     sync::{
-        OnceLock,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -22,6 +22,8 @@ use super::{
 
 /// The maps of one file, made when first needed.
 pub(super) struct FileMaps {
+    file: Arc<File>,
+    path: Arc<Path>,
     /// Length to map in bytes; 0 where the file is read instead.
     len: usize,
     /// `None` inside where mapping failed; the file is read with `pread` then.
@@ -38,14 +40,14 @@ pub(super) struct FileMaps {
 
 impl FileMaps {
     /// The maps of a file of `len` bytes; 0 if it must not be mapped.
-    pub(super) fn new(len: usize, tells_resident: bool) -> Self {
+    pub(super) fn new(file: Arc<File>, path: Arc<Path>, len: usize, tells_resident: bool) -> Self {
         let (kernel_map, guarded_map, block_map) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
-        Self { len, kernel_map, guarded_map, block_map, touched: AtomicBool::new(false), tells_resident }
+        Self { file, path, len, kernel_map, guarded_map, block_map, touched: AtomicBool::new(false), tells_resident }
     }
 
-    fn block_map(&self, file: &File) -> Option<&GuardedMap> {
+    fn block_map(&self) -> Option<&GuardedMap> {
         let make = || {
-            let map = GuardedMap::new(file, self.len).ok()?;
+            let map = GuardedMap::new(&self.file, self.len).ok()?;
             // With the second advice alone the kernel reads one small page at a time.
             let is_advised = |advice| map.advise(advice).is_ok();
             (is_advised(Advice::HugePage) && is_advised(Advice::Random)).then_some(map)
@@ -54,9 +56,9 @@ impl FileMaps {
         self.block_map.get_or_init(|| (blocks && self.len > 0 && self.tells_resident).then(make)?).as_ref()
     }
 
-    fn kernel_map(&self, file: &File, path: &Path) -> Option<&MmapRaw> {
+    fn kernel_map(&self) -> Option<&MmapRaw> {
         let make = || {
-            let map = memmap2::MmapOptions::new().len(self.len).map_raw_read_only(file)?;
+            let map = memmap2::MmapOptions::new().len(self.len).map_raw_read_only(&*self.file)?;
             if self.tells_resident {
                 // Pages that are not in memory are requested before they are mapped, and no others: the kernel's read-ahead would
                 // continue behind each block, beyond what is needed.
@@ -66,22 +68,26 @@ impl FileMaps {
         };
         let map = self.kernel_map.get_or_init(|| {
             let made = (self.len > 0).then(make)?;
-            made.inspect_err(|error| not_mapped(path, error)).ok()
+            made.inspect_err(|error| self.note_unmapped(error)).ok()
         });
         map.as_ref()
     }
 
-    fn guarded_map(&self, file: &File, path: &Path) -> Option<&GuardedMap> {
+    fn guarded_map(&self) -> Option<&GuardedMap> {
         let map = self.guarded_map.get_or_init(|| {
-            let made = (self.len > 0).then(|| GuardedMap::new(file, self.len))?;
-            made.inspect_err(|error| not_mapped(path, error)).ok()
+            let made = (self.len > 0).then(|| GuardedMap::new(&self.file, self.len))?;
+            made.inspect_err(|error| self.note_unmapped(error)).ok()
         });
         map.as_ref()
+    }
+
+    fn note_unmapped(&self, error: &io::Error) {
+        tracing::warn!("{}: cannot be mapped, will be read instead: {error}", self.path.display());
     }
 
     /// Whether the file can be mapped to read from it.
-    pub(super) fn can(&self, file: &File, path: &Path) -> bool {
-        self.guarded_map(file, path).is_some()
+    pub(super) fn can(&self) -> bool {
+        self.guarded_map().is_some()
     }
 
     pub(super) fn note_touched(&self) {
@@ -109,8 +115,8 @@ impl FileMaps {
 
     /// Reads the block at `start`, a multiple of its size, into the page cache as a huge page, or as small pages where the file
     /// system has no huge ones. The block lies in the file. Waits for storage. False if that is not possible here, or failed.
-    pub(super) fn read_block(&self, file: &File, start: u64) -> bool {
-        let (Some(map), Ok(start)) = (self.block_map(file), usize::try_from(start)) else { return false };
+    pub(super) fn read_block(&self, start: u64) -> bool {
+        let (Some(map), Ok(start)) = (self.block_map(), usize::try_from(start)) else { return false };
         let end = start + BLOCK_BYTES;
         assert!(end <= map.len(), "block {start}..{end} of a mapping of {} bytes", map.len());
         let read = fill(map.as_ptr(), start, end).is_ok();
@@ -121,13 +127,13 @@ impl FileMaps {
 
     /// Mapped bytes of a span inside the file, which are in memory. A system call with them does not wait for storage, except in
     /// the rare case that they leave memory at once.
-    pub(super) fn kernel_bytes(&self, file: &File, path: &Path, span: ByteSpan) -> Option<KernelBytes<'_>> {
-        let map = self.kernel_map(file, path)?;
+    pub(super) fn kernel_bytes(&self, span: ByteSpan) -> Option<KernelBytes<'_>> {
+        let map = self.kernel_map()?;
         let (start, len) = (usize::try_from(span.start()).ok()?, memory_len(span));
         assert!(start + len <= map.len(), "span {span} of a mapping of {} bytes", map.len());
         if !(self.tells_resident && is_resident(map, start, start + len)) {
             if self.tells_resident {
-                advice::need(file, span.start(), span.end());
+                advice::need(&self.file, span.start(), span.end());
             }
             fill(map.as_ptr(), start, start + len).ok()?;
         }
@@ -136,27 +142,17 @@ impl FileMaps {
     }
 
     /// Runs `work` on the mapped bytes of a span inside the file; `None` if it cannot be mapped.
-    pub(super) fn with(
-        &self,
-        file: &File,
-        path: &Path,
-        span: ByteSpan,
-        work: &mut dyn FnMut(&[u8]),
-    ) -> Option<Result<(), Faulted>> {
+    pub(super) fn with(&self, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), Faulted>> {
         // The kernel continues to read where it meets the first page that it read together with others, up to 8 MiB. That is welcome
         // to a reader that has to wait, and wasted on one whose bytes were requested.
-        let block_map = self.block_map.get().and_then(Option::as_ref).filter(|_| advice::is_cached(file, span));
+        let block_map = self.block_map.get().and_then(Option::as_ref).filter(|_| advice::is_cached(&self.file, span));
         let map = match block_map {
             Some(map) => map,
-            None => self.guarded_map(file, path)?,
+            None => self.guarded_map()?,
         };
         let start = usize::try_from(span.start()).ok()?;
         Some(map.with(start, start + memory_len(span), work))
     }
-}
-
-fn not_mapped(path: &Path, error: &io::Error) {
-    tracing::warn!("{}: cannot be mapped, will be read instead: {error}", path.display());
 }
 
 /// Whether all mapped pages of `start..end` are in memory and filled, according to the kernel.

@@ -236,8 +236,7 @@ impl Source for LocalFiles {
 impl Maps for LocalFiles {
     fn is_mapped(&self, file: FileId) -> bool {
         let pinned = self.pinned(file);
-        pinned.mapped
-            && (pinned.identity.size_bytes == 0 || self.maps[file.index()].can(&pinned.file, &pinned.pin.path))
+        pinned.mapped && (pinned.identity.size_bytes == 0 || self.maps[file.index()].can())
     }
 
     fn with(&self, file: FileId, span: ByteSpan, work: &mut dyn FnMut(&[u8])) -> Option<Result<(), SourceError>> {
@@ -255,7 +254,7 @@ impl Maps for LocalFiles {
         self.comparisons.note_used(file.index());
         let _fetching = self.health.begin(WaitTarget::Mapped(file, span));
         self.window.touch(&self.maps, maps, span);
-        let done = maps.with(&pinned.file, &pinned.pin.path, span, work)?;
+        let done = maps.with(span, work)?;
         let flaw = || format!("bytes {span} could not be mapped: the file was truncated or its device failed");
         let fault = |_| self.poison_after(file, flaw());
         Some(done.map_err(fault))
@@ -287,7 +286,7 @@ impl Maps for LocalFiles {
         } else {
             let maps = &self.maps[file.index()];
             self.window.touch(&self.maps, maps, span);
-            maps.kernel_bytes(&pinned.file, &pinned.pin.path, span)?
+            maps.kernel_bytes(span)?
         };
         // The time that others take for the bytes says nothing about this file.
         drop(fetching);
@@ -303,7 +302,7 @@ impl Maps for LocalFiles {
         let Ok(pinned) = self.usable(file) else { return false };
         let Ok(span) = pinned.bounded(span) else { return false };
         let _fetching = self.health.begin(WaitTarget::Mapped(file, span));
-        let mut read_block = |block| self.maps[file.index()].read_block(&pinned.file, block);
+        let mut read_block = |block| self.maps[file.index()].read_block(block);
         advice::will_need(&pinned.file, span, &mut read_block)
     }
 

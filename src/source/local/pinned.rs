@@ -105,7 +105,7 @@ impl Pinned {
         let len = usize::try_from(self.identity.size_bytes).ok().filter(|_| self.mapped);
         let user = geteuid();
         let tells = user.is_root() || self.file.metadata().is_ok_and(|found| found.uid() == user.as_raw());
-        FileMaps::new(len.unwrap_or(0), tells)
+        FileMaps::new(Arc::clone(&self.file), Arc::clone(&self.pin.path), len.unwrap_or(0), tells)
     }
 
     pub(super) fn difference(&self, found: nix::Result<FileStat>) -> Result<Option<SourceError>, SourceError> {
