@@ -585,7 +585,7 @@ impl<'a> ChosenFiles<'a> {
 /// The source of open files.
 fn pin(opened: Vec<Opened>, options: &OpenOptions, problems: &mut Problems) -> Result<Arc<dyn Source>, SourceError> {
     if let Some(kept) = &options.kept_open {
-        *kept.lock() = opened.iter().map(Opened::try_clone).collect::<Result<_, _>>()?;
+        kept.lock().clone_from(&opened);
     }
     let source = pin_files(opened, options.io, Arc::clone(&options.fetches), options.compared.as_ref())?;
     if source.files().map(|file| source.len_bytes(file)).fold(0, u64::saturating_add) > BYTES_MAX {

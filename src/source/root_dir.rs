@@ -78,7 +78,8 @@ pub struct FoundFile {
     path: PathBuf,
     /// Its path without links.
     real: PathBuf,
-    fd: OwnedFd,
+    /// A descriptor that cannot be read from.
+    file: File,
     meta: Metadata,
     /// The path by which it is found again, relative to the directory of a [`RootDir`].
     below: Option<PathBuf>,
@@ -86,35 +87,16 @@ pub struct FoundFile {
     remote: Option<Remote>,
 }
 
-/// An open regular file, the gates before it, and how to find it again.
+/// An open regular file, the gates before it, and how to find it again. Cheap to clone.
+#[derive(Clone)]
 pub struct Opened {
     pub(super) path: Arc<Path>,
-    pub(super) file: File,
+    pub(super) file: Arc<File>,
     pub(super) gates: AccessRules,
     pub(super) revalidate: Revalidate,
     pub(super) remote: Option<Remote>,
     /// The digest that the Hub's cache names it by.
     pub(super) digest: Option<KnownDigest>,
-}
-
-impl Opened {
-    /// The same file, open a second time.
-    ///
-    /// # Errors
-    /// The process may open no more files.
-    pub fn try_clone(&self) -> Result<Self, SourceError> {
-        let again = self.file.try_clone();
-        let file = again.map_err(|error| SourceError::io(Arc::clone(&self.path), "open a second time", error))?;
-        let Self { path, gates, revalidate, remote, digest, .. } = self;
-        Ok(Self {
-            path: Arc::clone(path),
-            file,
-            gates: gates.clone(),
-            revalidate: revalidate.clone(),
-            remote: remote.clone(),
-            digest: digest.clone(),
-        })
-    }
 }
 
 /// How a file is found again, to check whether its name still leads to it.
@@ -217,8 +199,8 @@ impl FoundFile {
     }
 
     fn new(path: PathBuf, real: PathBuf, fd: OwnedFd, below: Option<PathBuf>) -> io::Result<Self> {
-        let meta = metadata(&fd)?;
-        Ok(Self { path, real, fd, meta, below, remote: None })
+        let file = File::from(fd);
+        Ok(Self { path, real, meta: file.metadata()?, file, below, remote: None })
     }
 
     /// The file of the cache that holds a remote object, part of the object's repository.
@@ -230,8 +212,7 @@ impl FoundFile {
         let real = PathBuf::from(format!("/proc/self/fd/{}", entry.data.as_raw_fd()));
         let fd = openat(CWD, &real, NAMING, Mode::empty())?;
         let (path, below) = (remote.object.name.to_path_buf(), PathBuf::from(&remote.object.file.path));
-        let meta = metadata(&fd)?;
-        Ok(Self { path, real, fd, meta, below: Some(below), remote: Some(remote.clone()) })
+        Ok(Self { remote: Some(remote.clone()), ..Self::new(path, real, fd, Some(below))? })
     }
 
     /// Whether the file is part of the repository.
@@ -258,17 +239,17 @@ impl FoundFile {
         if !self.meta.is_file() {
             return Err(SourceError::Refused { file: path, text: "not a regular file".to_owned() });
         }
-        let file = reopen(&self.fd, &self.real, &self.meta)
+        let file = reopen(&self.file, &self.real, &self.meta)
             .map_err(|error| SourceError::io(Arc::clone(&path), "open", error))?;
         let survey = |survey: &Survey| survey.file(&file, &self.real);
         let (gates, revalidate) = match (self.remote.is_some(), root, self.below) {
-            (true, ..) => (private_gates(), Revalidate::Cached),
+            (true, ..) => (private_gates(0o400, READ), Revalidate::Cached),
             (false, Some(root), Some(below)) => (survey(&root.survey), Revalidate::Beneath(Arc::clone(root), below)),
             (false, Some(root), None) => (survey(&root.survey), Revalidate::Named),
             (false, None, _) => (survey(&Survey::default()), Revalidate::Named),
         };
         let digest = KnownDigest::of_blob(&self.real).filter(|_| self.remote.is_none());
-        Ok(Opened { path, file, gates, revalidate, remote: self.remote, digest })
+        Ok(Opened { path, file: Arc::new(file), gates, revalidate, remote: self.remote, digest })
     }
 }
 
@@ -318,7 +299,7 @@ impl Opened {
             return Ok(bytes);
         }
         let mut bytes = Vec::new();
-        let mut rest = (&self.file).take(bytes_max);
+        let mut rest = (&*self.file).take(bytes_max);
         while (&mut rest).take(fetching.piece_bytes() as u64).read_to_end(&mut bytes)? > 0 {
             fetching.advance();
         }
@@ -359,16 +340,14 @@ pub fn check_open_file_limit(files: usize) -> Result<(), SourceError> {
 }
 
 /// The permission checks of a copy in the cache: only the user whose credentials fetched the object may read it.
-fn private_gates() -> AccessRules {
+fn private_gates(mode: u32, wanted: u16) -> AccessRules {
     let (uid, gid) = (geteuid().as_raw(), getegid().as_raw());
-    AccessRules::new(uid, gid, [AccessRule::new(uid, gid, 0o400, READ)])
+    AccessRules::new(uid, gid, [AccessRule::new(uid, gid, mode, wanted)])
 }
 
 /// The gates before a directory of a remote repository.
 pub fn private_directory() -> DirectoryRules {
-    let (uid, gid) = (geteuid().as_raw(), getegid().as_raw());
-    let gates = |wanted: u16| AccessRules::new(uid, gid, [AccessRule::new(uid, gid, 0o500, wanted)]);
-    DirectoryRules { list: gates(READ), pass: gates(PASS) }
+    DirectoryRules { list: private_gates(0o500, READ), pass: private_gates(0o500, PASS) }
 }
 
 /// The directory in the Hub's cache that contains the revision `path`, judged by its name; `real` is `path` without links.
@@ -379,10 +358,6 @@ fn hub_root(path: &Path, real: &Path) -> Option<(PathBuf, OwnedFd)> {
     let fd = openat(CWD, hub, NAMING | OFlags::DIRECTORY, Mode::empty()).ok()?;
     let root = location(fd.as_fd(), hub).ok()?;
     (real != root && real.starts_with(&root)).then_some((root, fd))
-}
-
-fn metadata(fd: &OwnedFd) -> io::Result<Metadata> {
-    File::from(fd.try_clone()?).metadata()
 }
 
 /// The path of a descriptor without links. Where `/proc` is not mounted, the path that its name leads to now.
@@ -396,7 +371,7 @@ fn location(fd: BorrowedFd<'_>, named: &Path) -> io::Result<PathBuf> {
 
 /// Opens the file of a descriptor for reading, without resolving its path again. Where `/proc` is not mounted, opens it by its
 /// path, if that still leads to the same file.
-fn reopen(fd: &OwnedFd, real: &Path, meta: &Metadata) -> io::Result<File> {
+fn reopen(fd: &File, real: &Path, meta: &Metadata) -> io::Result<File> {
     let open = |path: &Path, flags: i32| OpenOptions::new().read(true).custom_flags(flags | libc::O_NOCTTY).open(path);
     // Waits for a process that holds a lease on the file, as a file server does.
     let patient = |path: &Path, flags: i32| match open(path, flags | libc::O_NONBLOCK) {
@@ -578,7 +553,7 @@ mod tests {
         fs::remove_file(repo.join("inside")).unwrap();
         symlink("../secret", repo.join("inside")).unwrap();
         let opened = found.open(None).unwrap();
-        assert_eq!(io::read_to_string(&opened.file).unwrap(), "f");
+        assert_eq!(io::read_to_string(&*opened.file).unwrap(), "f");
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl Pinned {
             }
         };
         let pin = Pin { path, len_bytes: identity.size_bytes, modified, content, gates };
-        Ok(Self { pin, file: Arc::new(file), identity, revalidate, mapped, digest })
+        Ok(Self { pin, file, identity, revalidate, mapped, digest })
     }
 
     /// Whether it is on a network file system.
