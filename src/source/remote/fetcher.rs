@@ -136,8 +136,8 @@ impl Queue for JobQueue {
         self.ahead_running -= usize::from(!job.is_urgent);
         if !is_done {
             // Another process has it. A reader may have begun to wait for it meanwhile.
-            job.job.put_back();
-            if job.job.is_ahead() { &mut self.ahead } else { &mut self.urgent }.push_back(job.job);
+            job.job.begun.store(false, Ordering::Release);
+            if job.job.ahead.load(Ordering::Acquire) { &mut self.ahead } else { &mut self.urgent }.push_back(job.job);
         }
     }
 }
@@ -193,8 +193,8 @@ impl Fetcher {
                 if awaited.iter().any(|job| job.was_ahead && job.is_stuck()) {
                     return true;
                 }
-                let failed = |job: &Arc<Job>| matches!(job.outcome(), Some(Err(_)));
-                awaited.iter().any(failed) || awaited.iter().all(|job| job.outcome().is_some()) || {
+                let failed = |job: &Arc<Job>| matches!(job.outcome.get(), Some(Err(_)));
+                awaited.iter().any(failed) || awaited.iter().all(|job| job.outcome.get().is_some()) || {
                     let here = |(object, absent): &(&Arc<RemoteObject>, Vec<Range<u64>>)| {
                         absent.iter().all(|blocks| object.entry.is_verified(blocks))
                     };
@@ -206,7 +206,7 @@ impl Fetcher {
                 return Err(FetchError::Remote(Arc::clone(&object.name), Arc::new(late(object, blocks))));
             }
             let failures =
-                awaited.iter().filter_map(|job| Some((job.was_ahead, job.outcome()?.as_ref().err()?.clone())));
+                awaited.iter().filter_map(|job| Some((job.was_ahead, job.outcome.get()?.as_ref().err()?.clone())));
             let failures: Vec<(bool, FetchError)> = failures.collect();
             // What was made ahead may have failed long ago, or for a reason of that request: this reader then requests it once.
             let are_ahead = !failures.is_empty() && failures.iter().all(|(was_ahead, _)| *was_ahead);
@@ -441,7 +441,7 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), FetchE
         chunk.clear();
         written
     };
-    let fetched = object.service.read(&object.file, span, job.deadline(), &mut |mut bytes| {
+    let fetched = object.service.read(&object.file, span, *job.deadline.lock(), &mut |mut bytes| {
         job.note_bytes();
         while !bytes.is_empty() {
             let room = place(CHUNK_BYTES) - chunk.len();
@@ -482,7 +482,7 @@ fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), Fet
     let space = shared.cache.space_of(&job.object.entry);
     // Held until the bytes count as used.
     let _room = space.reserve(bytes.len() as u64).ok_or(FetchError::NoRoom)?;
-    job.object.entry.store(first, bytes, job.is_ahead()).map_err(|error| {
+    job.object.entry.store(first, bytes, job.ahead.load(Ordering::Acquire)).map_err(|error| {
         if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
             space.note_full();
             FetchError::NoRoom

@@ -160,13 +160,13 @@ pub(super) struct Job {
     /// Whether no reader waited for it when it was made.
     pub(super) was_ahead: bool,
     /// Whether no reader waits for it.
-    ahead: AtomicBool,
-    deadline: Mutex<Deadline>,
+    pub(super) ahead: AtomicBool,
+    pub(super) deadline: Mutex<Deadline>,
     /// When it began, or brought bytes last.
     moved: Mutex<Option<Instant>>,
     /// Whether a thread runs it, or it is done.
-    begun: AtomicBool,
-    outcome: OnceLock<Result<(), FetchError>>,
+    pub(super) begun: AtomicBool,
+    pub(super) outcome: OnceLock<Result<(), FetchError>>,
 }
 
 impl Job {
@@ -204,11 +204,6 @@ impl Job {
         is_silent && self.object.service.gate.closed_for().is_none()
     }
 
-    /// Puts it back: another thread may begin it again.
-    pub(super) fn put_back(&self) {
-        self.begun.store(false, Ordering::Release);
-    }
-
     pub(super) fn is_queued(&self) -> bool {
         !self.begun.load(Ordering::Acquire)
     }
@@ -222,22 +217,10 @@ impl Job {
         self.ahead.swap(false, Ordering::AcqRel)
     }
 
-    pub(super) fn is_ahead(&self) -> bool {
-        self.ahead.load(Ordering::Acquire)
-    }
-
-    pub(super) fn deadline(&self) -> Deadline {
-        *self.deadline.lock()
-    }
-
     /// Ends it: its object knows it no longer.
     pub(super) fn end(self: &Arc<Self>, outcome: Result<(), FetchError>) {
         let _ = self.outcome.set(outcome);
         self.begun.store(true, Ordering::Release);
         self.object.jobs.lock().retain(|job| !Arc::ptr_eq(job, self));
-    }
-
-    pub(super) fn outcome(&self) -> Option<&Result<(), FetchError>> {
-        self.outcome.get()
     }
 }

@@ -223,20 +223,14 @@ impl Entry {
         self.verified_blocks.fetch_add(new, Ordering::AcqRel);
     }
 
-    fn clear_verified(&self, blocks: &Range<u64>) {
-        let mut old = 0;
-        for (place, part) in Self::parts_of(blocks) {
-            old += self.segments.used(place).map_or(0, |segment| segment.verified.clear(part));
-        }
-        self.verified_blocks.fetch_sub(old, Ordering::AcqRel);
+    /// The sum of what `change` finds in the segments of blocks that were ever used, each with its part.
+    fn sum_of(&self, blocks: &Range<u64>, change: impl Fn(&CachedSegment, Range<u64>) -> u64) -> u64 {
+        Self::parts_of(blocks).filter_map(|(place, part)| Some(change(self.segments.used(place)?, part))).sum()
     }
 
     /// Counts blocks that a reader finds verified and that were fetched ahead of readers.
     pub fn note_read(&self, blocks: &Range<u64>) {
-        let mut fetched_ahead = 0;
-        for (place, part) in Self::parts_of(blocks) {
-            fetched_ahead += self.segments.used(place).map_or(0, |segment| segment.ahead.clear(part));
-        }
+        let fetched_ahead = self.sum_of(blocks, |segment, part| segment.ahead.clear(part));
         if fetched_ahead > 0 {
             RemoteCounters::add(&self.counters.prefetch_hit_bytes, fetched_ahead * BLOCK_BYTES);
         }
@@ -519,7 +513,8 @@ impl Entry {
             }
             start = end;
         }
-        self.clear_verified(&all);
+        let old = self.sum_of(&all, |segment, part| segment.verified.clear(part));
+        self.verified_blocks.fetch_sub(old, Ordering::AcqRel);
         let mut meta = self.meta.lock();
         self.read_meta(&mut meta);
         (meta.verified, meta.dropped) = (false, meta.dropped + 1);
