@@ -74,7 +74,6 @@ impl Budget {
         let most_threads = usize::try_from(limit.bytes / LIMIT_BYTES_PER_THREAD).unwrap_or(usize::MAX).max(1);
         let threads = threads.unwrap_or_else(|| cores.clamp(THREADS.0, THREADS.1).min(most_threads)).max(1);
         let of_one = part_max / (2 * threads as u64);
-        let revisit_window_bytes = part_max;
         Self {
             threads,
             cache_bytes,
@@ -82,7 +81,7 @@ impl Budget {
             decoded_bytes: (limit.bytes / DECODED_PART).min(DECODED_BYTES_MAX),
             thread_buffer_bytes: of_one.clamp(THREAD_BYTES.0, THREAD_BYTES.1),
             mapped_bytes: MAPPED_BYTES.min(part_max),
-            revisit_window_bytes,
+            revisit_window_bytes: part_max,
             limit,
         }
     }

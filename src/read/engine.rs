@@ -210,7 +210,7 @@ impl Engine {
 
     /// Whether any thread has been waiting for storage for a while.
     pub fn is_waiting(&self) -> bool {
-        !self.source().health().waiting(SLOW / 10).is_empty()
+        !self.source().health().fetches.waiting(SLOW / 10).is_empty()
     }
 
     /// Updates which source files stall. Starts substitutes for threads that wait for storage, so that other files are made

@@ -14,15 +14,13 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{
-    FileId, Poison, SourceError, Stall, Waiting,
-    stall::{WaitGuard, WaitRegistry, WaitTarget},
-};
+use super::{FileId, Poison, SourceError, Stall, Waiting, stall::WaitRegistry};
 
 /// The state of each file of a source.
 pub struct Health {
     shared: Arc<SharedHealth>,
-    fetches: Arc<WaitRegistry>,
+    /// The waits for storage.
+    pub fetches: Arc<WaitRegistry>,
     stalls: Mutex<Vec<(FileId, Stall)>>,
     /// Files after those of `files`, each with the file whose bytes it shows in another form.
     others: OnceLock<Vec<FileId>>,
@@ -111,11 +109,6 @@ impl Health {
         self.shared.on_poisoned.lock().push(callback);
     }
 
-    /// Notes that this thread is about to wait for `target`.
-    pub fn begin(&self, target: WaitTarget) -> WaitGuard<'_> {
-        self.fetches.begin(target)
-    }
-
     /// Checks that a file may be used.
     ///
     /// # Errors
@@ -159,18 +152,8 @@ impl Health {
         self.file(file).poison.get().is_some()
     }
 
-    /// Most bytes to request in one call: see [`WaitRegistry::piece_bytes`].
-    pub(crate) fn piece_bytes(&self) -> usize {
-        self.fetches.piece_bytes()
-    }
-
-    /// Time without an answer after which a file stalls.
-    pub fn stall_limit(&self) -> Duration {
-        self.fetches.limit()
-    }
-
     /// Updates which files stall. Returns those fetches, and all whose thread has not run since the last call. To be called several
-    /// times within [`Health::stall_limit`]. The start of a stall and its end are logged.
+    /// times within the limit of a stall. The start of a stall and its end are logged.
     pub fn note_stalls(&self) -> Vec<Waiting> {
         let mut found: Vec<(FileId, Stall)> = Vec::new();
         let waiting = self.fetches.waiting(Duration::ZERO);
@@ -210,10 +193,5 @@ impl Health {
     /// Whether a file is among them.
     pub fn is_stalled(&self, file: FileId) -> bool {
         self.file(file).stalled.load(Ordering::Relaxed)
-    }
-
-    /// Fetches that stall, or whose thread has not run for `least`. To be called several times within this time.
-    pub fn waiting(&self, least: Duration) -> Vec<Waiting> {
-        self.fetches.waiting(least)
     }
 }

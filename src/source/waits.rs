@@ -42,7 +42,8 @@ pub struct Wait {
 #[derive(Debug)]
 pub struct Pulse {
     host: String,
-    limit: Duration,
+    /// For how long it may bring nothing.
+    pub(crate) limit: Duration,
     state: Mutex<PulseState>,
 }
 
@@ -96,11 +97,6 @@ impl Pulse {
         let now = Instant::now();
         let state = PulseState { waiting: 0, since: now, moved: now, ended: None, paused: None, answer: None };
         Self { host: host.to_owned(), limit, state: Mutex::new(state) }
-    }
-
-    /// For how long it may bring nothing.
-    pub const fn limit(&self) -> Duration {
-        self.limit
     }
 
     /// Something waits for it from now on.

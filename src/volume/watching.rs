@@ -85,7 +85,7 @@ impl Upkeep for Volume {
     }
 
     fn stall_limit(&self) -> Duration {
-        self.engine.checkpoint().source().health().stall_limit()
+        self.engine.checkpoint().source().health().fetches.limit()
     }
 
     fn note_stalls(&self) {

@@ -131,8 +131,8 @@ impl LocalFiles {
 
     /// Reads one part.
     fn read(&self, file: FileId, pinned: &Pinned, span: ByteSpan, target: &mut [u8]) -> Result<(), SourceError> {
-        let fetching = self.health.begin(WaitTarget::Bytes(file, span));
-        let (mut rest, mut at, piece_bytes) = (target, span.start(), self.health.piece_bytes());
+        let fetching = self.health.fetches.begin(WaitTarget::Bytes(file, span));
+        let (mut rest, mut at, piece_bytes) = (target, span.start(), self.health.fetches.piece_bytes());
         while !rest.is_empty() {
             // Each call that returns shows that storage answers, even if slowly.
             let len = rest.len().min(piece_bytes);
@@ -168,14 +168,14 @@ impl Source for LocalFiles {
 
     fn check(&self, file: FileId) -> Result<(), SourceError> {
         let pinned = self.usable(file)?;
-        let _checking = self.health.begin(WaitTarget::Check(file));
+        let _checking = self.health.fetches.begin(WaitTarget::Check(file));
         self.compare(file, pinned, fstat(&pinned.file))
     }
 
     fn check_path(&self, file: FileId) -> Result<(), SourceError> {
         self.check(file)?;
         let pinned = self.pinned(file);
-        let _checking = self.health.begin(WaitTarget::Check(file));
+        let _checking = self.health.fetches.begin(WaitTarget::Check(file));
         let found = match &pinned.revalidate {
             Revalidate::Named => stat(&*pinned.pin.path),
             Revalidate::Cached => return Ok(()),
@@ -192,7 +192,7 @@ impl Source for LocalFiles {
         for part in &*parts {
             let span = pinned.bounded(part.span().unwrap_or(beyond(part.start)))?;
             if span.len() >= ADVISED_BYTES_MIN {
-                let _fetching = self.health.begin(WaitTarget::Mapped(file, span));
+                let _fetching = self.health.fetches.begin(WaitTarget::Mapped(file, span));
                 advice::will_need(&pinned.file, span, &mut |_| false);
             }
         }
@@ -215,7 +215,7 @@ impl Source for LocalFiles {
         if pinned.digest.is_none() {
             return Ok(Compared::Unknown);
         }
-        let reading = self.health.begin(WaitTarget::Check(file));
+        let reading = self.health.fetches.begin(WaitTarget::Check(file));
         self.comparisons.compare(file.index(), &|| reading.advance())
     }
 
@@ -252,7 +252,7 @@ impl Maps for LocalFiles {
             return Some(Ok(()));
         }
         self.comparisons.note_used(file.index());
-        let _fetching = self.health.begin(WaitTarget::Mapped(file, span));
+        let _fetching = self.health.fetches.begin(WaitTarget::Mapped(file, span));
         self.window.touch(&self.maps, maps, span);
         let done = maps.with(span, work)?;
         let flaw = || format!("bytes {span} could not be mapped: the file was truncated or its device failed");
@@ -274,12 +274,12 @@ impl Maps for LocalFiles {
             return None;
         }
         self.comparisons.note_used(file.index());
-        let checking = self.health.begin(WaitTarget::Check(file));
+        let checking = self.health.fetches.begin(WaitTarget::Check(file));
         if let Err(error) = self.compare(file, pinned, fstat(&pinned.file)) {
             return Some(Err(error.into()));
         }
         drop(checking);
-        let fetching = self.health.begin(WaitTarget::Mapped(file, span));
+        let fetching = self.health.fetches.begin(WaitTarget::Mapped(file, span));
         pinned.bounded(span).ok()?;
         let bytes = if span.is_empty() {
             KernelBytes::EMPTY
@@ -291,7 +291,7 @@ impl Maps for LocalFiles {
         // The time that others take for the bytes says nothing about this file.
         drop(fetching);
         let replied = reply(bytes);
-        let _checking = self.health.begin(WaitTarget::Check(file));
+        let _checking = self.health.fetches.begin(WaitTarget::Check(file));
         Some(match self.compare(file, pinned, fstat(&pinned.file)) {
             Ok(()) => Ok(replied),
             Err(error) => Err(ReadFailure { error, replied: Some(replied) }),
@@ -301,7 +301,7 @@ impl Maps for LocalFiles {
     fn will_need(&self, file: FileId, span: ByteSpan) -> bool {
         let Ok(pinned) = self.usable(file) else { return false };
         let Ok(span) = pinned.bounded(span) else { return false };
-        let _fetching = self.health.begin(WaitTarget::Mapped(file, span));
+        let _fetching = self.health.fetches.begin(WaitTarget::Mapped(file, span));
         let mut read_block = |block| self.maps[file.index()].read_block(block);
         advice::will_need(&pinned.file, span, &mut read_block)
     }

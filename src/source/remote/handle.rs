@@ -73,11 +73,10 @@ impl Remote {
         let (object, entry) = (&self.object, &self.object.entry);
         let failed = FetchError::of_cache;
         for _ in 0..ROUNDS_MAX {
-            let (mut guards, mut taken) = (Guards::new(), SmallVec::new());
-            let mut absent = Vec::new();
+            let (mut guards, mut absent) = (Guards::new(), Vec::new());
             for span in spans {
                 let blocks = blocks_of(*span);
-                entry.guard_more(&blocks, &mut guards, &mut taken).map_err(failed)?;
+                entry.guard_more(&blocks, &mut guards).map_err(failed)?;
                 if entry.is_verified(&blocks) {
                     entry.note_read(&blocks);
                 } else {

@@ -155,7 +155,7 @@ impl Backoff {
     fn left(&self, deadline: Deadline) -> Duration {
         match deadline {
             Deadline::At(time) => time.saturating_duration_since(Instant::now()),
-            Deadline::Quiet | Deadline::None => self.pulse.limit().saturating_sub(self.pulse.quiet()),
+            Deadline::Quiet | Deadline::None => self.pulse.limit.saturating_sub(self.pulse.quiet()),
         }
     }
 

@@ -435,7 +435,7 @@ fn decoded_files_follow_the_files_that_they_are_stored_in() {
     assert!(source.check(decoded).is_err() && source.health().is_poisoned(decoded));
     assert!(source.read_into(decoded, 0, &mut [0]).is_err());
     assert!(source.check(FileId(decoded.0 + 1)).is_ok() && !source.health().is_poisoned(FileId(decoded.0 + 1)));
-    assert!(source.health().stall_limit() > Duration::ZERO);
+    assert!(source.health().fetches.limit() > Duration::ZERO);
 }
 
 #[test]

@@ -51,8 +51,8 @@ const STEP_BLOCKS: u64 = 64;
 /// A segment that was given up is left alone for this time: twice the pause after which a process tries again to find room.
 const GIVEN_UP_MS: u64 = 500;
 
-/// Guards of segments: their blocks stay.
-pub type Guards<'a> = SmallVec<[RwLockReadGuard<'a, ()>; 2]>;
+/// Guards of segments, each with its place: their blocks stay.
+pub type Guards<'a> = SmallVec<[(usize, RwLockReadGuard<'a, ()>); 2]>;
 
 /// The result of an attempt to evict a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,20 +159,15 @@ impl Entry {
     /// there is no room for all.
     pub fn guard(&self, blocks: &Range<u64>) -> io::Result<Guards<'_>> {
         let mut guards = Guards::new();
-        self.guard_more(blocks, &mut guards, &mut SmallVec::new())?;
+        self.guard_more(blocks, &mut guards)?;
         Ok(guards)
     }
 
-    /// As [`Self::guard`], for several ranges: `taken` lists the segments that `guards` has.
-    pub(in super::super) fn guard_more<'a>(
-        &'a self,
-        blocks: &Range<u64>,
-        guards: &mut Guards<'a>,
-        taken: &mut SmallVec<[usize; 2]>,
-    ) -> io::Result<()> {
+    /// As [`Self::guard`], for several ranges: adds those that `guards` lacks.
+    pub(in super::super) fn guard_more<'a>(&'a self, blocks: &Range<u64>, guards: &mut Guards<'a>) -> io::Result<()> {
         let now = now_ms();
         for place in segments_of(blocks) {
-            if taken.contains(&place) {
+            if guards.iter().any(|(taken, _)| *taken == place) {
                 continue;
             }
             let segment = self.segments.at(place);
@@ -182,9 +177,8 @@ impl Entry {
                 }
                 lock::lock(self.map.file(), LockKind::Shared, &lock::segment(place))
             };
-            guards.push(segment.guard(hold)?);
+            guards.push((place, segment.guard(hold)?));
             segment.touch(now);
-            taken.push(place);
         }
         Ok(())
     }
