@@ -245,11 +245,6 @@ impl Fetcher {
         self.pool.look(|queue| queue.ahead.len() + queue.ahead_running)
     }
 
-    /// Waits a moment for progress of any job.
-    pub fn pause(&self, time: Duration) {
-        self.shared.progress.watch().wait(time);
-    }
-
     /// Waits until `done`, or until the deadline. Returns whether it was done.
     fn wait(&self, deadline: Deadline, mut done: impl FnMut() -> bool) -> bool {
         // Also without news: another process may have brought the blocks.
