@@ -53,7 +53,6 @@ const NEEDED_BYTES_MAX: u64 = 64 << 20;
 /// A remote repository, open: its files can be found.
 pub struct RemoteTree {
     repository: RemoteRepository,
-    cache: Arc<Cache>,
     service: Arc<Retrying>,
     fetcher: Arc<Fetcher>,
     timeout: Duration,
@@ -78,9 +77,8 @@ impl RemoteTree {
         let gate = Backoff::new(objects.host(), options.timeout, &options.waits, counters);
         let service = Arc::new(Retrying::new(gate, objects));
         let remotes = repository.files.iter().map(|_| OnceLock::new()).collect();
-        let (cache, timeout) = (Arc::clone(cache), options.timeout);
-        let fetcher = Arc::new(Fetcher::new(Arc::clone(&cache)));
-        let tree = Self { repository, cache, service, fetcher, timeout, remotes };
+        let fetcher = Arc::new(Fetcher::new(Arc::clone(cache)));
+        let tree = Self { repository, service, fetcher, timeout: options.timeout, remotes };
         tree.fetch_heads()?;
         Ok(tree)
     }
@@ -104,7 +102,7 @@ impl RemoteTree {
         let file = &self.repository.files[place];
         let name: Arc<Path> = Arc::from(Path::new(&self.repository.name_of(file)));
         let origin = self.repository.objects.origin();
-        let entry = self.cache.entry(file, origin, &name.display().to_string());
+        let entry = self.fetcher.cache().entry(file, origin, &name.display().to_string());
         let entry = entry.map_err(|error| SourceError::io(Arc::clone(&name), "make its entry in the cache", error))?;
         let object = Arc::new(RemoteObject::new(file.clone(), name, entry, Arc::clone(&self.service)));
         let made = Remote { object, fetcher: Arc::clone(&self.fetcher), timeout: self.timeout };

@@ -36,13 +36,6 @@ const TOLD_PERIOD: Duration = Duration::from_secs(2);
 
 type Body = BoxStream<'static, object_store::Result<Bytes>>;
 
-/// An answer of which the first bytes are here.
-struct Begun {
-    observer: Observer,
-    first: Option<Bytes>,
-    body: Body,
-}
-
 /// A store, with the prefix of its objects' names in messages.
 pub(super) struct Store {
     pub(super) inner: Arc<dyn ObjectStore>,
@@ -266,8 +259,8 @@ impl Store {
         of_causes(cause(error))
     }
 
-    /// Sends a request, and waits for the first bytes of the answer.
-    async fn begin(&self, file: &RemoteFile, span: ByteSpan) -> Result<Begun, RemoteError> {
+    /// Sends a request, and waits for the first bytes of the answer: these and the rest.
+    async fn begin(&self, file: &RemoteFile, span: ByteSpan) -> Result<(Observer, Option<Bytes>, Body), RemoteError> {
         let observer = Observer::default();
         let failed = |error: &object_store::Error| self.error(error, &observer, &file.key, true).of_span(span);
         let range = Some(GetRange::Bounded(span.start()..span.end()));
@@ -297,7 +290,7 @@ impl Store {
         }
         let mut body = got.into_stream();
         let first = self.next(&mut body, file, span, &observer).await?;
-        Ok(Begun { observer, first, body })
+        Ok((observer, first, body))
     }
 
     /// The next bytes of an answer; `None` at its end.
@@ -326,7 +319,7 @@ impl Store {
         hedging: &Hedging,
         sink: &mut Sink<'_>,
     ) -> Result<(), RemoteError> {
-        let Begun { observer, first: mut next, mut body } = hedging.first_of(|| self.begin(file, span)).await?;
+        let (observer, mut next, mut body) = hedging.first_of(|| self.begin(file, span)).await?;
         while let Some(bytes) = next {
             if let ControlFlow::Break(()) = sink(&bytes) {
                 return Ok(());
