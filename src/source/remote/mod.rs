@@ -22,7 +22,7 @@ mod hedge;
 pub mod hub;
 mod interface;
 #[cfg(feature = "hub")]
-mod kept_file;
+mod kept;
 #[cfg(feature = "hub")]
 #[cfg_attr(not(feature = "stores"), allow(dead_code, reason = "the Hub lists files and nothing else"))]
 mod listing;

@@ -13,7 +13,6 @@
 //! It does not cache, repeat reads, merge ranges or verify digests: those belong to the modules beside it.
 
 mod client;
-mod kept;
 mod refusal;
 mod settings;
 mod snapshot;

@@ -10,7 +10,6 @@ mod client;
 mod connect;
 mod http_listing;
 mod observe;
-mod offline;
 mod page;
 mod reader;
 mod writer;
