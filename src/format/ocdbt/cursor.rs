@@ -7,8 +7,6 @@ use std::fmt;
 pub enum Block {
     /// A manifest.
     Manifest,
-    /// A node of the tree of versions.
-    VersionNode,
     /// A node of the B+tree of keys.
     Node,
 }
@@ -17,7 +15,6 @@ impl fmt::Display for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Manifest => "ocdbt manifest",
-            Self::VersionNode => "ocdbt version node",
             Self::Node => "ocdbt B+tree node",
         })
     }

@@ -17,7 +17,6 @@ const WINDOW_LOG_MAX: u32 = 27;
 const fn magic(block: Block) -> u32 {
     match block {
         Block::Manifest => 0x0cdb_3a2a,
-        Block::VersionNode => 0x0cdb_1234,
         Block::Node => 0x0cdb_20de,
     }
 }
@@ -94,14 +93,14 @@ mod tests {
     #[test]
     fn every_flipped_bit_and_every_cut_is_noticed() {
         for compressed in [false, true] {
-            let whole = wrap(b"some body", Block::VersionNode, compressed);
+            let whole = wrap(b"some body", Block::Manifest, compressed);
             for at in 0..whole.len() {
                 for bit in 0..8 {
                     let mut bytes = whole.clone();
                     bytes[at] ^= 1 << bit;
-                    assert!(open(&bytes, Block::VersionNode).is_err(), "byte {at}");
+                    assert!(open(&bytes, Block::Manifest).is_err(), "byte {at}");
                 }
-                assert!(open(&whole[..at], Block::VersionNode).is_err(), "cut to {at}");
+                assert!(open(&whole[..at], Block::Manifest).is_err(), "cut to {at}");
             }
         }
     }

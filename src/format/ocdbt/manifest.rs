@@ -1,11 +1,9 @@
-//! Manifests and the tree of versions.
-
-use std::ops::RangeInclusive;
+//! Manifests: where the newest version of a database is.
 
 use super::{
     cursor::{Block, Cursor, OcdbtError},
     envelope,
-    files::{BlobLocation, FileTable},
+    files::FileTable,
     node::NodeRef,
 };
 
@@ -21,17 +19,6 @@ const ARITY_LOG2_MAX: u8 = 16;
 /// What place and length of a version without keys are.
 const MISSING: u64 = u64::MAX;
 
-/// How a database is stored.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoreConfig {
-    /// Identifies the database.
-    pub uuid: [u8; 16],
-    /// Whether the versions are in numbered manifests, and this one has none.
-    pub is_numbered: bool,
-    /// Binary logarithm of the most versions in one version node.
-    pub version_arity_log2: u8,
-}
-
 /// One version of the database.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Version {
@@ -39,41 +26,15 @@ pub struct Version {
     pub generation: u64,
     /// The root of its keys; `None` if there are no keys.
     pub root: Option<NodeRef>,
-    /// When it was written, in nanoseconds since 1970.
-    pub commit_nanoseconds: u64,
-}
-
-/// A node that lists older versions.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct VersionRange {
-    /// Number of its newest version.
-    pub generation: u64,
-    /// How many versions are below it.
-    pub generations: u64,
-    /// Levels below it.
-    pub height: u8,
-    /// Where the node is.
-    pub location: BlobLocation,
 }
 
 /// A manifest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    /// How the database is stored.
-    pub config: StoreConfig,
-    /// The newest versions, oldest first. Empty if [`StoreConfig::is_numbered`], otherwise never.
-    pub versions: Vec<Version>,
-    /// Where older versions are listed.
-    pub older: Vec<VersionRange>,
-}
-
-/// A node of the tree of versions.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum VersionNode {
-    /// Versions, oldest first.
-    Versions(Vec<Version>),
-    /// Nodes with versions, oldest first.
-    Nodes(Vec<VersionRange>),
+    /// Identifies the database.
+    pub uuid: [u8; 16],
+    /// The newest version; `None` only if the versions are in numbered manifests.
+    pub latest: Option<Version>,
 }
 
 /// The number of a numbered manifest of this name.
@@ -92,7 +53,7 @@ pub fn numbered_name(generation: u64) -> String {
 }
 
 impl Manifest {
-    /// Reads [`MANIFEST`]. If it says that it is numbered, the versions are in the manifest with the greatest
+    /// Reads [`MANIFEST`]. If it says that it is numbered, and so has no version, the versions are in the manifest with the greatest
     /// [`numbered_generation`] beside it, which [`Manifest::parse_numbered`] reads.
     ///
     /// # Errors
@@ -100,20 +61,32 @@ impl Manifest {
     pub fn parse(bytes: &[u8]) -> Result<Self, OcdbtError> {
         let body = envelope::open(bytes, Block::Manifest)?;
         let mut cursor = Cursor::new(&body, Block::Manifest);
-        let config = StoreConfig::read(&mut cursor)?;
-        if config.is_numbered {
-            cursor.end()?;
-            return Ok(Self { config, versions: Vec::new(), older: Vec::new() });
+        let uuid = cursor.array("database identifier")?;
+        let is_numbered = match cursor.byte("manifest kind")? {
+            0 => false,
+            1 => true,
+            found => return Err(cursor.wrong("manifest kind", "0 (single) or 1 (numbered)", found)),
+        };
+        // Limits of its writer.
+        cursor.varint("inline value limit")?;
+        cursor.varint("decoded node limit")?;
+        let arity_log2 = cursor.byte("version tree arity")?;
+        if !(1..=ARITY_LOG2_MAX).contains(&arity_log2) {
+            return Err(cursor.wrong("version tree arity", format!("1 to {ARITY_LOG2_MAX} bits"), arity_log2));
         }
-        let files = FileTable::read(&mut cursor, "")?;
-        let versions = read_versions(&mut cursor, &files, config.version_arity_log2)?;
-        let rows = cursor.bounded("number of version nodes", height_max(config.version_arity_log2).into())?;
-        let older = read_ranges(&mut cursor, &files, ckfs_tensor::to_usize(rows), None)?;
+        match cursor.varint("compression method")? {
+            0 => {}
+            1 => drop(cursor.array::<4>("compression level")?),
+            found => return Err(cursor.wrong("compression method", "0 (none) or 1 (zstd)", found)),
+        }
+        let mut latest = None;
+        if !is_numbered {
+            let files = FileTable::read(&mut cursor, "")?;
+            latest = read_versions(&mut cursor, &files, arity_log2)?;
+            check_older(&mut cursor, &files, arity_log2)?;
+        }
         cursor.end()?;
-        if let Some(leaf) = older.iter().find(|range| range.height == 0) {
-            return Err(cursor.wrong("version node height", "at least 1", leaf.height));
-        }
-        Ok(Self { config, versions, older })
+        Ok(Self { uuid, latest })
     }
 
     /// Reads the numbered manifest of this generation, which belongs to `self`.
@@ -123,21 +96,16 @@ impl Manifest {
     pub fn parse_numbered(&self, bytes: &[u8], generation: u64) -> Result<Self, OcdbtError> {
         let numbered = Self::parse(bytes)?;
         let wrong = |what, expected: String, found: String| Err(Block::Manifest.wrong(what, expected, found));
-        if numbered.config.is_numbered {
+        let Some(latest) = &numbered.latest else {
             return wrong("kind", "versions".to_owned(), "a numbered manifest without".to_owned());
+        };
+        if numbered.uuid != self.uuid {
+            return wrong("database", hex(self.uuid), hex(numbered.uuid));
         }
-        if numbered.config.uuid != self.config.uuid {
-            return wrong("database", hex(self.config.uuid), hex(numbered.config.uuid));
+        if latest.generation != generation {
+            return wrong("generation", generation.to_string(), latest.generation.to_string());
         }
-        match numbered.latest().map(|version| version.generation) {
-            Some(found) if found == generation => Ok(numbered),
-            found => wrong("generation", generation.to_string(), found.unwrap_or(0).to_string()),
-        }
-    }
-
-    /// The newest version; `None` only if the versions are in numbered manifests.
-    pub fn latest(&self) -> Option<&Version> {
-        self.versions.last()
+        Ok(numbered)
     }
 }
 
@@ -148,61 +116,27 @@ fn hex(uuid: [u8; 16]) -> String {
     format!("{:032x}", u128::from_le_bytes(reversed))
 }
 
-impl StoreConfig {
-    fn read(cursor: &mut Cursor<'_>) -> Result<Self, OcdbtError> {
-        let uuid = cursor.array("database identifier")?;
-        let is_numbered = match cursor.byte("manifest kind")? {
-            0 => false,
-            1 => true,
-            found => return Err(cursor.wrong("manifest kind", "0 (single) or 1 (numbered)", found)),
-        };
-        // Limits of its writer.
-        cursor.varint("inline value limit")?;
-        cursor.varint("decoded node limit")?;
-        let version_arity_log2 = read_arity(cursor)?;
-        match cursor.varint("compression method")? {
-            0 => {}
-            1 => drop(cursor.array::<4>("compression level")?),
-            found => return Err(cursor.wrong("compression method", "0 (none) or 1 (zstd)", found)),
-        }
-        Ok(Self { uuid, is_numbered, version_arity_log2 })
-    }
-}
-
-fn read_arity(cursor: &mut Cursor<'_>) -> Result<u8, OcdbtError> {
-    let arity_log2 = cursor.byte("version tree arity")?;
-    if (1..=ARITY_LOG2_MAX).contains(&arity_log2) {
-        Ok(arity_log2)
-    } else {
-        Err(cursor.wrong("version tree arity", format!("1 to {ARITY_LOG2_MAX} bits"), arity_log2))
-    }
-}
-
-/// Largest height of a version node: generations have 63 bits.
-const fn height_max(arity_log2: u8) -> u8 {
-    63 / arity_log2 - 1
-}
-
-/// Generations must increase, from 1 on.
-fn check_generations(cursor: &Cursor<'_>, generations: &[u64]) -> Result<(), OcdbtError> {
+/// A column of the numbers of versions, which must increase, from 1 on.
+fn generations(cursor: &mut Cursor<'_>, rows: usize) -> Result<Vec<u64>, OcdbtError> {
+    let generations = cursor.column(rows, "generation", u64::MAX)?;
     let mut before = 0;
-    for generation in generations {
+    for generation in &generations {
         if *generation <= before {
             return Err(cursor.wrong("generation", format!("more than {before}"), generation));
         }
         before = *generation;
     }
-    Ok(())
+    Ok(generations)
 }
 
-fn read_versions(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> Result<Vec<Version>, OcdbtError> {
+/// The newest of the versions that a manifest lists, of which there must be one.
+fn read_versions(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> Result<Option<Version>, OcdbtError> {
     let rows = cursor.count("number of versions", 1 << arity_log2)?;
     if rows == 0 {
         return Err(cursor.wrong("number of versions", "at least 1", 0));
     }
-    let generations = cursor.column(rows, "generation", u64::MAX)?;
-    check_generations(cursor, &generations)?;
-    let heights = cursor.take(rows, "root heights")?.to_vec();
+    let generations = generations(cursor, rows)?;
+    let heights = cursor.take(rows, "root heights")?;
     let ids = files.ids(cursor, rows)?;
     let offsets = cursor.column(rows, "root offset", u64::MAX)?;
     let lengths = cursor.column(rows, "root length", u64::MAX)?;
@@ -210,9 +144,9 @@ fn read_versions(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> 
     for what in ["bytes of the tree", "bytes of values"] {
         cursor.column(rows, what, u64::MAX)?;
     }
-    let mut versions = Vec::with_capacity(rows);
+    cursor.take(rows.saturating_mul(8), "commit times")?;
+    let mut latest = None;
     for row in 0..rows {
-        let commit_nanoseconds = u64::from_le_bytes(cursor.array("commit time")?);
         let root = if offsets[row] == MISSING && lengths[row] == MISSING {
             if heights[row] != 0 || keys[row] != 0 {
                 let found = format!("height {} and {} keys", heights[row], keys[row]);
@@ -220,79 +154,27 @@ fn read_versions(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> 
             }
             None
         } else {
-            let location = files.location(cursor, ids[row], offsets[row], lengths[row])?;
-            Some(NodeRef::root(location, heights[row], keys[row]))
+            Some(NodeRef::root(files.location(cursor, ids[row], offsets[row], lengths[row])?, heights[row]))
         };
-        versions.push(Version { generation: generations[row], root, commit_nanoseconds });
+        latest = Some(Version { generation: generations[row], root });
     }
-    Ok(versions)
+    Ok(latest)
 }
 
-/// References to version nodes: those of a node of this height, or of a manifest, which says each one's height.
-fn read_ranges(
-    cursor: &mut Cursor<'_>,
-    files: &FileTable,
-    rows: usize,
-    height: Option<u8>,
-) -> Result<Vec<VersionRange>, OcdbtError> {
-    if rows > cursor.left() {
-        return Err(cursor.truncated("number of version nodes"));
-    }
-    let generations = cursor.column(rows, "generation", u64::MAX)?;
-    check_generations(cursor, &generations)?;
+/// Reads over where older versions are listed, which are not read: no more levels than generations of 63 bits have.
+fn check_older(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> Result<(), OcdbtError> {
+    let rows = cursor.count("number of version nodes", u64::from(63 / arity_log2 - 1))?;
+    generations(cursor, rows)?;
     let ids = files.ids(cursor, rows)?;
     let offsets = cursor.column(rows, "version node offset", u64::MAX)?;
     let lengths = cursor.column(rows, "version node length", u64::MAX)?;
-    let counts = cursor.column(rows, "number of generations", u64::MAX)?;
+    cursor.column(rows, "number of generations", u64::MAX)?;
     cursor.take(rows.saturating_mul(8), "commit times")?;
-    let heights = match height {
-        Some(height) => vec![height; rows],
-        None => cursor.take(rows, "version node heights")?.to_vec(),
-    };
-    let row = |row: usize| {
-        let location = files.location(cursor, ids[row], offsets[row], lengths[row])?;
-        Ok(VersionRange { generation: generations[row], generations: counts[row], height: heights[row], location })
-    };
-    (0..rows).map(row).collect()
-}
-
-impl VersionNode {
-    /// Reads the node that `range` refers to.
-    ///
-    /// # Errors
-    /// [`OcdbtError`]: also if the node is not the one that was referred to.
-    pub fn parse(bytes: &[u8], range: &VersionRange) -> Result<Self, OcdbtError> {
-        let body = envelope::open(bytes, Block::VersionNode)?;
-        let mut cursor = Cursor::new(&body, Block::VersionNode);
-        let arity_log2 = read_arity(&mut cursor)?;
-        let height = cursor.byte("height")?;
-        if height != range.height {
-            return Err(cursor.wrong("height", range.height, height));
-        }
-        let files = FileTable::read(&mut cursor, &range.location.base)?;
-        let node = match height.checked_sub(1) {
-            None => Self::Versions(read_versions(&mut cursor, &files, arity_log2)?),
-            Some(below) => {
-                let rows = cursor.count("number of version nodes", 1 << arity_log2)?;
-                Self::Nodes(read_ranges(&mut cursor, &files, rows, Some(below))?)
-            }
-        };
-        cursor.end()?;
-        match node.generations() {
-            Some(generations) if *generations.end() == range.generation => Ok(node),
-            found => {
-                let found = found.map_or(0, |generations| *generations.end());
-                Err(cursor.wrong("newest generation", range.generation, found))
-            }
+    for (row, height) in cursor.take(rows, "version node heights")?.iter().enumerate() {
+        files.location(cursor, ids[row], offsets[row], lengths[row])?;
+        if *height == 0 {
+            return Err(cursor.wrong("version node height", "at least 1", height));
         }
     }
-
-    /// The numbers of the versions below; `None` for a node without any, which is not read.
-    fn generations(&self) -> Option<RangeInclusive<u64>> {
-        let (first, last) = match self {
-            Self::Versions(versions) => (versions.first()?.generation, versions.last()?.generation),
-            Self::Nodes(ranges) => (ranges.first()?.generation, ranges.last()?.generation),
-        };
-        Some(first..=last)
-    }
+    Ok(())
 }

@@ -27,9 +27,7 @@ mod walk;
 pub use cursor::{Block, OcdbtError};
 pub use envelope::DECODED_BYTES_MAX;
 pub use files::BlobLocation;
-pub use manifest::{
-    MANIFEST, Manifest, StoreConfig, Version, VersionNode, VersionRange, numbered_generation, numbered_name,
-};
+pub use manifest::{MANIFEST, Manifest, Version, numbered_generation, numbered_name};
 pub use node::{NodeRef, NodeValue};
 pub use walk::{KeyEntry, KeyRange, Walk};
 

@@ -34,8 +34,6 @@ pub struct NodeRef {
     pub location: BlobLocation,
     /// Levels below it: 0 for a leaf.
     pub height: u8,
-    /// Number of keys below it, as its writer counted them. Not verified.
-    pub keys: u64,
     /// What all keys below begin with, and their nodes do not repeat.
     prefix: Vec<u8>,
     /// No key below is less.
@@ -46,8 +44,8 @@ pub struct NodeRef {
 
 impl NodeRef {
     /// The root of a version.
-    pub(super) fn root(location: BlobLocation, height: u8, keys: u64) -> Self {
-        Self { location, height, keys, prefix: Vec::new(), start: Vec::new(), end: None }
+    pub(super) fn root(location: BlobLocation, height: u8) -> Self {
+        Self { location, height, prefix: Vec::new(), start: Vec::new(), end: None }
     }
 }
 
@@ -64,7 +62,6 @@ pub enum NodeValue<'a> {
 #[derive(Debug)]
 struct Child {
     location: BlobLocation,
-    keys: u64,
     /// Bytes of its first key that are its prefix.
     prefix_len: usize,
 }
@@ -264,7 +261,6 @@ impl<'a> Node<'a> {
             is_wanted(start, end).then(|| NodeRef {
                 location: child.location.clone(),
                 height: self.reference.height - 1,
-                keys: child.keys,
                 prefix: start[..child.prefix_len].to_vec(),
                 start: start.to_vec(),
                 end: end.map(<[u8]>::to_vec),
@@ -279,13 +275,12 @@ fn read_children(cursor: &mut Cursor<'_>, files: &FileTable, prefix_lens: Vec<us
     let ids = files.ids(cursor, rows)?;
     let offsets = cursor.column(rows, "node offset", u64::MAX)?;
     let lengths = cursor.column(rows, "node length", u64::MAX)?;
-    let keys = cursor.column(rows, "number of keys", u64::MAX)?;
-    for what in ["bytes of the tree", "bytes of values"] {
+    for what in ["number of keys", "bytes of the tree", "bytes of values"] {
         cursor.column(rows, what, u64::MAX)?;
     }
     let child = |(row, prefix_len)| {
         let location = files.location(cursor, ids[row], offsets[row], lengths[row])?;
-        Ok(Child { location, keys: keys[row], prefix_len })
+        Ok(Child { location, prefix_len })
     };
     prefix_lens.into_iter().enumerate().map(child).collect::<Result<_, _>>().map(Entries::Children)
 }

@@ -33,7 +33,7 @@ fn at(files: &Files, location: &BlobLocation) -> Result<Vec<u8>, String> {
 
 fn manifest(files: &Files) -> Result<Manifest, String> {
     let manifest = Manifest::parse(files.get(MANIFEST).ok_or("no manifest")?).map_err(|error| error.to_string())?;
-    if !manifest.config.is_numbered {
+    if manifest.latest.is_some() {
         return Ok(manifest);
     }
     let generation = files.keys().filter_map(|name| numbered_generation(name)).max().ok_or("no numbered manifest")?;
@@ -43,14 +43,10 @@ fn manifest(files: &Files) -> Result<Manifest, String> {
 
 /// What the wanted keys have, and the number of nodes that were read for it.
 fn read(files: &Files, ranges: Vec<KeyRange>) -> Result<(Content, usize), String> {
-    let manifest = manifest(files)?;
-    read_version(files, manifest.latest().ok_or("no version")?, ranges)
-}
-
-fn read_version(files: &Files, version: &Version, ranges: Vec<KeyRange>) -> Result<(Content, usize), String> {
+    let version = manifest(files)?.latest.ok_or("no version")?;
     let mut content = Content::new();
     let mut nodes_read = 0;
-    let mut walk = Walk::new(version, ranges);
+    let mut walk = Walk::new(&version, ranges);
     loop {
         let nodes = walk.take_wanted();
         if nodes.is_empty() {
@@ -88,7 +84,7 @@ fn databases_of_tensorstore_are_read_whole() {
 fn only_nodes_of_wanted_keys_are_read() {
     let (files, content) = &databases()["deep"];
     let (_, all) = read(files, vec![KeyRange::all()]).unwrap();
-    let height = manifest(files).unwrap().latest().unwrap().root.as_ref().unwrap().height;
+    let height = manifest(files).unwrap().latest.unwrap().root.unwrap().height;
     assert!(height >= 2, "{height}");
     let prefix = "layer/007/";
     let (found, nodes) = read(files, vec![KeyRange::prefix(prefix.as_bytes())]).unwrap();
@@ -107,9 +103,9 @@ fn only_nodes_of_wanted_keys_are_read() {
 #[test]
 fn files_of_other_processes_are_found_by_their_base() {
     let (files, _) = &databases()["processes"];
-    let root = manifest(files).unwrap().latest().unwrap().root.clone().unwrap();
+    let root = manifest(files).unwrap().latest.unwrap().root.unwrap();
     assert!(root.location.path.starts_with("d/"), "{:?}", root.location);
-    let mut walk = Walk::new(manifest(files).unwrap().latest().unwrap(), vec![KeyRange::all()]);
+    let mut walk = Walk::new(&manifest(files).unwrap().latest.unwrap(), vec![KeyRange::all()]);
     let mut paths = Vec::new();
     while let [node] = walk.take_wanted().as_slice() {
         let mut note = |entry: KeyEntry<'_>| {
@@ -124,41 +120,16 @@ fn files_of_other_processes_are_found_by_their_base() {
 }
 
 #[test]
-fn older_versions_are_listed_and_read() {
-    let (files, _) = &databases()["versions"];
-    let manifest = manifest(files).unwrap();
-    assert_eq!(manifest.config.version_arity_log2, 1);
-    let mut versions = manifest.versions.clone();
-    let mut nodes: Vec<VersionRange> = manifest.older.clone();
-    while let Some(range) = nodes.pop() {
-        match VersionNode::parse(&at(files, &range.location).unwrap(), &range).unwrap() {
-            VersionNode::Versions(found) => versions.extend(found),
-            VersionNode::Nodes(found) => nodes.extend(found),
-        }
-    }
-    versions.sort_by_key(|version| version.generation);
-    assert_eq!(versions.iter().map(|version| version.generation).collect::<Vec<_>>(), (1..=12).collect::<Vec<_>>());
-    assert!(versions.is_sorted_by_key(|version| version.commit_nanoseconds));
-    // The first is the database as it was created.
-    assert_eq!(versions.remove(0).root, None);
-    for (commit, version) in versions.iter().enumerate() {
-        let (content, _) = read_version(files, version, vec![KeyRange::all()]).unwrap();
-        let newest = &content[&format!("k{}", commit % 5)];
-        assert_eq!(newest, format!("commit {commit}").as_bytes());
-    }
-}
-
-#[test]
 fn a_numbered_manifest_must_be_the_one_that_is_named() {
     let (files, _) = &databases()["numbered"];
     let named = Manifest::parse(&files[MANIFEST]).unwrap();
-    assert!(named.config.is_numbered && named.latest().is_none());
+    assert!(named.latest.is_none());
     let generation = files.keys().filter_map(|name| numbered_generation(name)).max().unwrap();
     let bytes = &files[&numbered_name(generation)];
     let error = named.parse_numbered(bytes, generation + 1).unwrap_err().to_string();
     assert_eq!(error, format!("ocdbt manifest: generation: expected {}, found {generation}", generation + 1));
     let mut other = named.clone();
-    other.config.uuid[0] ^= 1;
+    other.uuid[0] ^= 1;
     let error =
         |manifest: &Manifest, bytes, generation| manifest.parse_numbered(bytes, generation).unwrap_err().to_string();
     assert!(error(&other, bytes, generation).contains("database: expected"));
@@ -212,7 +183,7 @@ fn every_cut_is_noticed() {
     for len in 0..files[MANIFEST].len() {
         assert!(Manifest::parse(&files[MANIFEST][..len]).is_err(), "manifest cut to {len}");
     }
-    let version = manifest.latest().unwrap();
+    let version = &manifest.latest.unwrap();
     let root = version.root.as_ref().unwrap();
     let bytes = at(files, &root.location).unwrap();
     for len in 0..bytes.len() {
@@ -223,13 +194,13 @@ fn every_cut_is_noticed() {
 
 fn node_ref(bytes: &[u8], height: u8) -> NodeRef {
     let (path, base) = ("d/0".into(), "".into());
-    NodeRef::root(BlobLocation { path, base, offset: 0, len_bytes: bytes.len() as u64 }, height, 1)
+    NodeRef::root(BlobLocation { path, base, offset: 0, len_bytes: bytes.len() as u64 }, height)
 }
 
 fn read_node(body: &[u8], height: u8) -> Result<Vec<String>, OcdbtError> {
     let bytes = wrap(body, Block::Node, false);
     let root = node_ref(&bytes, height);
-    let version = Version { generation: 1, root: Some(root.clone()), commit_nanoseconds: 0 };
+    let version = Version { generation: 1, root: Some(root.clone()) };
     let mut keys = Vec::new();
     let mut walk = Walk::new(&version, vec![KeyRange::all()]);
     walk.read(&root, &bytes, &mut |entry| keys.push(String::from_utf8_lossy(entry.key).into_owned()))?;

@@ -4,7 +4,7 @@
 //! # use ckfs_format::ocdbt::{KeyRange, Manifest, NodeRef, OcdbtError, Walk};
 //! # fn fetch(_: &[NodeRef]) -> Vec<Vec<u8>> { Vec::new() }
 //! # fn list(manifest: &Manifest) -> Result<(), OcdbtError> {
-//! let Some(version) = manifest.latest() else { return Ok(()) };
+//! let Some(version) = manifest.latest.as_ref() else { return Ok(()) };
 //! let mut walk = Walk::new(version, vec![KeyRange::prefix(b"params.norm/")]);
 //! loop {
 //!     let nodes = walk.take_wanted(); // all of one level: independent of each other
@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     fn walk(ranges: Vec<KeyRange>) -> Walk {
-        Walk::new(&Version { generation: 1, root: None, commit_nanoseconds: 0 }, ranges)
+        Walk::new(&Version { generation: 1, root: None }, ranges)
     }
 
     #[test]

@@ -126,7 +126,7 @@ fn manifest(tree: &dyn FileTree, item: &str) -> Result<Manifest, Problem> {
     let damaged = |path: &str, error| Problem::of_file(tree.shown(path).display(), error);
     let (bytes, path) = read(ocdbt::MANIFEST)?;
     let manifest = Manifest::parse(&bytes).map_err(|error| damaged(&path, error))?;
-    if !manifest.config.is_numbered {
+    if manifest.latest.is_some() {
         return Ok(manifest);
     }
     let entries = tree.list(item)?;
@@ -144,7 +144,7 @@ type Found<'f> = dyn FnMut(&[u8], &Arc<str>, ocdbt::NodeValue<'_>) -> Result<(),
 /// Calls `found` for each key of the ranges in the newest version of a database, with the file of the node that has it.
 fn walk(tree: &dyn FileTree, item: &str, ranges: Vec<KeyRange>, found: &mut Found<'_>) -> Result<(), Problem> {
     let manifest = manifest(tree, item)?;
-    let Some(version) = manifest.latest() else { return Ok(()) };
+    let Some(version) = &manifest.latest else { return Ok(()) };
     let mut walk = Walk::new(version, ranges);
     loop {
         let nodes = walk.take_wanted();

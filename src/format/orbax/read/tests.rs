@@ -67,7 +67,7 @@ fn arrays_of_orbax_are_read_bit_for_bit() {
                 files[&*location.path][to_usize(location.offset)..to_usize(location.end())].to_vec()
             };
             let manifest = ocdbt::Manifest::parse(&files[ocdbt::MANIFEST]).unwrap();
-            let mut walk = ocdbt::Walk::new(manifest.latest().unwrap(), vec![ocdbt::KeyRange::all()]);
+            let mut walk = ocdbt::Walk::new(&manifest.latest.unwrap(), vec![ocdbt::KeyRange::all()]);
             loop {
                 let nodes = walk.take_wanted();
                 if nodes.is_empty() {
