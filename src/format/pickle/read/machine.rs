@@ -4,10 +4,7 @@ use std::collections::HashMap;
 
 use ckfs_host::parse_room::{HeldRoom, ParseRoom};
 
-use super::{
-    op,
-    value::{Id, Name, Object, PickleValue, Unpickled},
-};
+use super::value::{Id, Name, Object, PickleValue, Unpickled};
 
 /// Bounds on what one pickle may ask for.
 #[derive(Clone, Copy, Debug)]
@@ -88,7 +85,7 @@ impl<'a> Machine<'a> {
         loop {
             self.opcode_at = self.at;
             let opcode = self.byte()?;
-            if opcode == op::STOP {
+            if opcode == b'.' {
                 let root = self.pop()?;
                 return Ok(Unpickled { values: self.values, root, len: self.at, _held: self.held });
             }
@@ -96,26 +93,69 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Carries out one instruction.
+    /// Carries out one instruction. Their names are those of Python's `pickletools`.
     fn step(&mut self, opcode: u8) -> Result<(), PickleError> {
-        if let Some(value) = self.value(opcode)? {
-            return self.push(value);
-        }
+        let value = match opcode {
+            b'N' => PickleValue::None,                                          // NONE
+            0x88 => PickleValue::Bool(true),                                    // NEWTRUE
+            0x89 => PickleValue::Bool(false),                                   // NEWFALSE
+            b'J' => PickleValue::Int(i32::from_le_bytes(self.array()?).into()), // BININT
+            b'K' => PickleValue::Int(self.byte()?.into()),                      // BININT1
+            b'M' => PickleValue::Int(u16::from_le_bytes(self.array()?).into()), // BININT2
+            0x8a => self.short().and_then(|len| self.long(len))?,               // LONG1
+            0x8b => self.len32().and_then(|len| self.long(len))?,               // LONG4
+            // BINFLOAT: the only number in this order of bytes.
+            b'G' => PickleValue::Float(f64::from_bits(u64::from_le_bytes(self.array()?).swap_bytes())),
+            b'U' | 0x8c => self.short().and_then(|len| self.text(len))?, // SHORT_BINSTRING, SHORT_BINUNICODE
+            b'T' | b'X' => self.len32().and_then(|len| self.text(len))?, // BINSTRING, BINUNICODE
+            0x8d => self.len64().and_then(|len| self.text(len))?,        // BINUNICODE8
+            b'C' => PickleValue::Bytes(self.short().and_then(|len| self.raw(len))?.into()), // SHORT_BINBYTES
+            b'B' => PickleValue::Bytes(self.len32().and_then(|len| self.raw(len))?.into()), // BINBYTES
+            0x8e | 0x96 => PickleValue::Bytes(self.len64().and_then(|len| self.raw(len))?.into()), // BINBYTES8, BYTEARRAY8
+            b')' => PickleValue::Tuple(Box::default()),                                            // EMPTY_TUPLE
+            // TUPLE1 to TUPLE3
+            0x85..=0x87 => {
+                let mut elements = (0x85..=opcode).map(|_| self.pop()).collect::<Result<Vec<_>, _>>()?;
+                elements.reverse();
+                PickleValue::Tuple(elements.into())
+            }
+            b't' => PickleValue::Tuple(self.above_mark()?.into()), // TUPLE
+            b']' => PickleValue::List(Vec::new()),                 // EMPTY_LIST
+            b'l' => PickleValue::List(self.above_mark()?),         // LIST
+            b'}' => PickleValue::Dict(Vec::new()),                 // EMPTY_DICT
+            // DICT
+            b'd' => {
+                let flat = self.above_mark()?;
+                PickleValue::Dict(self.pairs(&flat)?)
+            }
+            0x8f => PickleValue::Set(Vec::new()),         // EMPTY_SET
+            0x91 => PickleValue::Set(self.above_mark()?), // FROZENSET
+            b'Q' => PickleValue::Persistent(self.pop()?), // BINPERSID
+            _ => return self.act(opcode),
+        };
+        self.push(value)
+    }
+
+    /// Carries out an instruction that does more, or less, than to push a value.
+    fn act(&mut self, opcode: u8) -> Result<(), PickleError> {
         match opcode {
-            op::PROTO => match self.byte()? {
+            // PROTO
+            0x80 => match self.byte()? {
                 found if found > PROTOCOL_MAX => {
                     Err(PickleError(format!("protocol {found}: expected at most {PROTOCOL_MAX}")))
                 }
                 _ => Ok(()),
             },
-            // The length of what follows, of use to readers of streams only.
-            op::FRAME => self.take(8).map(drop),
-            op::MARK => {
+            // FRAME: the length of what follows, of use to readers of streams only.
+            0x95 => self.take(8).map(drop),
+            // MARK
+            b'(' => {
                 self.marks.push(self.stack.len());
                 self.count_stack()?;
                 self.bounded(self.marks.len() as u64, u64::from(self.limits.values_max), "marks")
             }
-            op::POP => match self.marks.last() {
+            // POP
+            b'0' => match self.marks.last() {
                 // A mark counts as the topmost value.
                 Some(mark) if *mark == self.stack.len() => {
                     self.marks.pop();
@@ -123,80 +163,64 @@ impl<'a> Machine<'a> {
                 }
                 Some(_) | None => self.pop().map(drop),
             },
-            op::POP_MARK => self.above_mark().map(drop),
-            op::DUP => {
-                let top = self.top()?;
-                self.push_id(top)
+            b'1' => self.above_mark().map(drop),                  // POP_MARK
+            b'2' => self.top().and_then(|top| self.push_id(top)), // DUP
+            b'q' => self.byte().and_then(|number| self.put(number.into())), // BINPUT
+            b'r' => self.u32().and_then(|number| self.put(number)), // LONG_BINPUT
+            // MEMOIZE: Python numbers by how many there are.
+            0x94 => {
+                let number = u32::try_from(self.memo.len());
+                self.put(number.map_err(|_| self.limit("stored values", u64::from(u32::MAX)))?)
             }
-            op::BINPUT | op::LONG_BINPUT | op::MEMOIZE | op::BINGET | op::LONG_BINGET => self.memo(opcode),
-            op::APPEND | op::APPENDS | op::ADDITEMS | op::SETITEM | op::SETITEMS => self.fill(opcode),
-            op::GLOBAL | op::STACK_GLOBAL | op::REDUCE | op::NEWOBJ | op::BUILD | op::BINPERSID => self.object(opcode),
+            b'h' => self.byte().and_then(|number| self.get(number.into())), // BINGET
+            b'j' => self.u32().and_then(|number| self.get(number)),         // LONG_BINGET
+            b'a' => self.pop().and_then(|one| self.extend(vec![one], false)), // APPEND
+            b'e' => self.above_mark().and_then(|added| self.extend(added, false)), // APPENDS
+            0x90 => self.above_mark().and_then(|added| self.extend(added, true)), // ADDITEMS
+            // SETITEM
+            b's' => {
+                let value = self.pop()?;
+                let key = self.pop()?;
+                self.set(&[key, value])
+            }
+            b'u' => self.above_mark().and_then(|flat| self.set(&flat)), // SETITEMS
+            // GLOBAL
+            b'c' => {
+                let (module, name) = (self.line()?, self.line()?);
+                self.global(module.to_owned(), name.to_owned())
+            }
+            // STACK_GLOBAL
+            0x93 => {
+                let (name, module) = (self.pop_text()?, self.pop_text()?);
+                self.global(module, name)
+            }
+            b'R' => self.call(false), // REDUCE
+            0x81 => self.call(true),  // NEWOBJ
+            // BUILD
+            b'b' => {
+                let state = self.pop()?;
+                let target = self.container()?;
+                let PickleValue::Object(object) = target else {
+                    let found = target.kind();
+                    return Err(self.operand("an object below its state", found));
+                };
+                object.state = Some(state);
+                Ok(())
+            }
             _ => Err(self.refused(format_args!("instruction {opcode:#04x} is not supported"))),
         }
     }
 
-    fn memo(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let number = match opcode {
-            op::BINPUT | op::BINGET => u32::from(self.byte()?),
-            op::LONG_BINPUT | op::LONG_BINGET => self.u32()?,
-            // Python numbers by how many there are.
-            _ => u32::try_from(self.memo.len()).map_err(|_| self.limit("stored values", u64::from(u32::MAX)))?,
-        };
-        if matches!(opcode, op::BINGET | op::LONG_BINGET) {
-            let missing = || self.refused(format_args!("nothing was stored under number {number}"));
-            return self.push_id(self.memo.get(&number).copied().ok_or_else(missing)?);
-        }
+    fn get(&mut self, number: u32) -> Result<(), PickleError> {
+        let missing = || self.refused(format_args!("nothing was stored under number {number}"));
+        self.push_id(self.memo.get(&number).copied().ok_or_else(missing)?)
+    }
+
+    fn put(&mut self, number: u32) -> Result<(), PickleError> {
         let top = self.top()?;
         self.memo.insert(number, top);
         self.count(MEMO_ENTRY_BYTES)?;
         self.bounded(self.memo.len() as u64, u64::from(self.limits.values_max), "stored values")
-    }
-
-    /// The value of an instruction that pushes one.
-    fn value(&mut self, opcode: u8) -> Result<Option<PickleValue>, PickleError> {
-        Ok(Some(match opcode {
-            op::NONE => PickleValue::None,
-            op::NEWTRUE => PickleValue::Bool(true),
-            op::NEWFALSE => PickleValue::Bool(false),
-            op::BININT => PickleValue::Int(i32::from_le_bytes(self.array()?).into()),
-            op::BININT1 => PickleValue::Int(self.byte()?.into()),
-            op::BININT2 => PickleValue::Int(u16::from_le_bytes(self.array()?).into()),
-            op::LONG1 => self.short().and_then(|len| self.long(len))?,
-            op::LONG4 => self.len32().and_then(|len| self.long(len))?,
-            op::BINFLOAT => {
-                // The only number in this order of bytes.
-                let mut bytes: [u8; 8] = self.array()?;
-                bytes.reverse();
-                PickleValue::Float(f64::from_le_bytes(bytes))
-            }
-            op::SHORT_BINSTRING | op::SHORT_BINUNICODE => self.short().and_then(|len| self.text(len))?,
-            op::BINSTRING | op::BINUNICODE => self.len32().and_then(|len| self.text(len))?,
-            op::BINUNICODE8 => self.len64().and_then(|len| self.text(len))?,
-            op::SHORT_BINBYTES => PickleValue::Bytes(self.short().and_then(|len| self.raw(len))?.into()),
-            op::BINBYTES => PickleValue::Bytes(self.len32().and_then(|len| self.raw(len))?.into()),
-            op::BINBYTES8 | op::BYTEARRAY8 => PickleValue::Bytes(self.len64().and_then(|len| self.raw(len))?.into()),
-            op::EMPTY_TUPLE => PickleValue::Tuple(Box::default()),
-            op::TUPLE1 => PickleValue::Tuple([self.pop()?].into()),
-            op::TUPLE2 | op::TUPLE3 => {
-                let mut elements = Vec::new();
-                for _ in op::TUPLE1..=opcode {
-                    elements.push(self.pop()?);
-                }
-                elements.reverse();
-                PickleValue::Tuple(elements.into())
-            }
-            op::TUPLE => PickleValue::Tuple(self.above_mark()?.into()),
-            op::EMPTY_LIST => PickleValue::List(Vec::new()),
-            op::LIST => PickleValue::List(self.above_mark()?),
-            op::EMPTY_DICT => PickleValue::Dict(Vec::new()),
-            op::DICT => {
-                let flat = self.above_mark()?;
-                PickleValue::Dict(self.pairs(&flat)?)
-            }
-            op::EMPTY_SET => PickleValue::Set(Vec::new()),
-            op::FROZENSET => PickleValue::Set(self.above_mark()?),
-            _ => return Ok(None),
-        }))
     }
 
     /// An integer of `len` bytes.
@@ -222,81 +246,59 @@ impl<'a> Machine<'a> {
         Ok(bytes)
     }
 
-    /// Puts what is on the stack into the container below.
-    fn fill(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let added = match opcode {
-            op::APPEND => vec![self.pop()?],
-            op::SETITEM => {
-                let value = self.pop()?;
-                vec![self.pop()?, value]
-            }
-            _ => self.above_mark()?,
-        };
+    /// The topmost value, which is changed.
+    fn container(&mut self) -> Result<&mut PickleValue, PickleError> {
+        let top = self.top()?;
+        Ok(&mut self.values[top.0 as usize])
+    }
+
+    /// Puts elements into the list, or the set, on top.
+    fn extend(&mut self, added: Vec<Id>, is_set: bool) -> Result<(), PickleError> {
         self.count(added.len() * size_of::<Id>() * 2)?;
-        let target = self.top()?;
-        let in_pairs = matches!(opcode, op::SETITEM | op::SETITEMS);
-        let pairs = if in_pairs { self.pairs(&added)? } else { Vec::new() };
-        let target = &mut self.values[target.0 as usize];
-        match (target, opcode) {
-            (PickleValue::List(elements), op::APPEND | op::APPENDS) | (PickleValue::Set(elements), op::ADDITEMS) => {
-                elements.extend(added);
-            }
-            (PickleValue::Dict(items), op::SETITEM | op::SETITEMS) => items.extend(pairs),
-            (PickleValue::Object(object), op::SETITEM | op::SETITEMS) => object.items.extend(pairs),
+        match (self.container()?, is_set) {
+            (PickleValue::List(elements), false) | (PickleValue::Set(elements), true) => elements.extend(added),
             (PickleValue::Object(object), _) => object.elements.extend(added),
             (other, _) => {
-                let expected = if in_pairs { "a dict below the items" } else { "a list or set below the elements" };
                 let found = other.kind();
-                return Err(self.operand(expected, found));
+                return Err(self.operand("a list or set below the elements", found));
             }
         }
         Ok(())
     }
 
-    fn object(&mut self, opcode: u8) -> Result<(), PickleError> {
-        match opcode {
-            op::GLOBAL => {
-                let (module, name) = (self.line()?, self.line()?);
-                self.global(module.to_owned(), name.to_owned())
-            }
-            op::STACK_GLOBAL => {
-                let (name, module) = (self.pop_text()?, self.pop_text()?);
-                self.global(module, name)
-            }
-            op::BINPERSID => {
-                let id = self.pop()?;
-                self.push(PickleValue::Persistent(id))
-            }
-            op::BUILD => {
-                let state = self.pop()?;
-                let target = self.top()?;
-                let target = &mut self.values[target.0 as usize];
-                let PickleValue::Object(object) = target else {
-                    let found = target.kind();
-                    return Err(self.operand("an object below its state", found));
-                };
-                object.state = Some(state);
-                Ok(())
-            }
-            _ => {
-                let (args, callee) = (self.pop()?, self.pop()?);
-                // One value may stand in both places, by DUP or by its number.
-                let found = &self.values[callee.0 as usize];
-                if !matches!(found, PickleValue::Global(_)) {
-                    return Err(self.operand("a class or function to call", found.kind()));
-                }
-                let found = &self.values[args.0 as usize];
-                if !matches!(found, PickleValue::Tuple(_)) {
-                    return Err(self.operand("a tuple of arguments", found.kind()));
-                }
-                if let Some(nested) = self.nested_class(callee, args) {
-                    return self.global(nested.module, nested.name);
-                }
-                let is_new = opcode == op::NEWOBJ;
-                let object = Object { callee, args, is_new, state: None, elements: Vec::new(), items: Vec::new() };
-                self.push(PickleValue::Object(Box::new(object)))
-            }
+    /// Puts keys and values, which take turns, into the dictionary on top.
+    fn set(&mut self, flat: &[Id]) -> Result<(), PickleError> {
+        self.count(size_of_val(flat) * 2)?;
+        let pairs = self.pairs(flat)?;
+        let target = self.container()?;
+        if let PickleValue::Dict(items) = target {
+            items.extend(pairs);
+        } else if let PickleValue::Object(object) = target {
+            object.items.extend(pairs);
+        } else {
+            let found = target.kind();
+            return Err(self.operand("a dict below the items", found));
         }
+        Ok(())
+    }
+
+    /// Notes what would be called with which arguments.
+    fn call(&mut self, is_new: bool) -> Result<(), PickleError> {
+        let (args, callee) = (self.pop()?, self.pop()?);
+        // One value may stand in both places, by DUP or by its number.
+        let found = &self.values[callee.0 as usize];
+        if !matches!(found, PickleValue::Global(_)) {
+            return Err(self.operand("a class or function to call", found.kind()));
+        }
+        let found = &self.values[args.0 as usize];
+        if !matches!(found, PickleValue::Tuple(_)) {
+            return Err(self.operand("a tuple of arguments", found.kind()));
+        }
+        if let Some(nested) = self.nested_class(callee, args) {
+            return self.global(nested.module, nested.name);
+        }
+        let object = Object { callee, args, is_new, state: None, elements: Vec::new(), items: Vec::new() };
+        self.push(PickleValue::Object(Box::new(object)))
     }
 
     /// The class that `getattr(class, "name")` names: protocols before 4 have no other way to name a class within a class. Where the

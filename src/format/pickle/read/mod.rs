@@ -13,7 +13,6 @@
 //! out-of-band buffers. They are errors with the instruction's number.
 
 mod machine;
-mod op;
 mod value;
 
 pub use machine::{Limits, PickleError, read};
