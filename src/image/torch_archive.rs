@@ -1,7 +1,7 @@
 //! The archives that `torch.save` writes, laid out without reading any data: see [`ckfs_format::torch::write`] and
 //! [`ckfs_format::zip::write`].
 
-use std::{borrow::Cow, io, sync::Arc};
+use std::{borrow::Cow, sync::Arc};
 
 use ckfs_format::{
     pickle::write::Pickle,
@@ -39,9 +39,8 @@ pub(super) enum Root<'a> {
     Dictionary(&'a [&'a str]),
 }
 
-fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    let mut pickle = Pickle::new(&mut bytes)?;
+fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> Option<Vec<u8>> {
+    let mut pickle = Pickle::new();
     match root {
         Root::Tensor => {
             for (dtype, shape) in tensors {
@@ -50,32 +49,30 @@ fn pickled(root: &Root<'_>, tensors: &[(DType, &Shape)]) -> io::Result<Vec<u8>> 
         }
         Root::Flat => {
             let (dtype, shape) = tensors[0];
-            let flat = Shape::try_new(&[shape.elements()]).map_err(io::Error::other)?;
-            torch::tensor(&mut pickle, 0, dtype, &flat)?;
+            torch::tensor(&mut pickle, 0, dtype, &Shape::try_new(&[shape.elements()]).ok()?)?;
         }
         Root::Parameter(axis) => {
             let (dtype, shape) = tensors[0];
-            pickle.empty_dict()?;
+            pickle.ops(b"}");
             if let Some(axis) = axis {
-                pickle.text("cat_dim")?;
-                pickle.int(*axis)?;
-                pickle.set_item()?;
+                pickle.text("cat_dim");
+                pickle.int(*axis);
+                pickle.ops(b"s");
             }
-            pickle.text("param")?;
+            pickle.text("param");
             torch::tensor(&mut pickle, 0, dtype, shape)?;
-            pickle.set_item()?;
+            pickle.ops(b"s");
         }
         Root::Dictionary(names) => {
-            pickle.empty_dict()?;
+            pickle.ops(b"}");
             for (number, (name, (dtype, shape))) in names.iter().zip(tensors).enumerate() {
-                pickle.text(name)?;
+                pickle.text(name);
                 torch::tensor(&mut pickle, number, *dtype, shape)?;
-                pickle.set_item()?;
+                pickle.ops(b"s");
             }
         }
     }
-    pickle.stop()?;
-    Ok(bytes)
+    Some(pickle.finish().0)
 }
 
 /// A storage of an archive: its key and its length in bytes.
@@ -92,8 +89,8 @@ pub(super) fn data_bytes(dtype: DType, shape: &Shape) -> u64 {
     dtype.bytes_of(shape.elements()).expect("a type of torch has whole bytes, and a plan's tensors fit 64 bits")
 }
 
-fn infallible(pickle: io::Result<Vec<u8>>) -> Vec<u8> {
-    pickle.expect("memory takes all bytes, no name has 4 GiB, and types that torch lacks were refused")
+fn infallible(pickle: Option<Vec<u8>>) -> Vec<u8> {
+    pickle.expect("types that torch lacks were refused")
 }
 
 /// Appends an archive of these tensors.
@@ -162,18 +159,13 @@ pub(super) fn torch_holds(dtype: DType) -> bool {
 
 /// A `.pt` file of the dictionary `{"iteration": 0}`, which training frameworks store beside the tensors.
 pub(super) fn common_pt() -> Arc<[u8]> {
-    let pickle = || {
-        let mut bytes = Vec::new();
-        let mut pickle = Pickle::new(&mut bytes)?;
-        pickle.empty_dict()?;
-        pickle.text("iteration")?;
-        pickle.int(0)?;
-        pickle.set_item()?;
-        pickle.stop()?;
-        io::Result::Ok(bytes)
-    };
+    let mut pickle = Pickle::new();
+    pickle.ops(b"}");
+    pickle.text("iteration");
+    pickle.int(0);
+    pickle.ops(b"s");
     let mut image = FileImage::default();
-    push_pickled(&mut image, &infallible(pickle()), &[], &|_, _| Ok(())).expect("there are no storages");
+    push_pickled(&mut image, &pickle.finish().0, &[], &|_, _| Ok(())).expect("there are no storages");
     let [Segment::Bytes(bytes)] = image.segments() else { unreachable!("an archive without storages is one literal") };
     Arc::clone(bytes)
 }

@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use ckfs_tensor::{DType, Region, Shape};
 
 use super::super::{
-    pickle::write::{push_get, push_int, push_ints, push_pop, push_put, push_text, push_wide_int},
+    pickle::write::{push_get, push_int, push_ints, push_put, push_text, push_wide_int},
     torch::write as torch,
 };
 
@@ -189,7 +189,7 @@ impl Writer {
     pub fn file(&self, number: u32, name: &str, out: &mut Vec<u8>) {
         push_text(out, name);
         push_put(out, self.first_file + number);
-        push_pop(out);
+        out.push(b'0');
     }
 
     /// Appends the start of the tensors.

@@ -11,233 +11,206 @@
 //! Own code, because `serde-pickle` (1.2) writes plain values only: no global, no call and no persistent id, of which torch's
 //! files consist.
 
-use std::{
-    collections::HashMap,
-    io::{self, Write},
-};
+use std::collections::HashMap;
 
 use super::read::{Id, Object, PickleValue, Unpickled};
 
 /// Most values within each other that are copied.
 const DEPTH_MAX: usize = 100;
 
-/// Writes one pickle.
-pub struct Pickle<'a> {
-    out: &'a mut dyn Write,
+/// Writes one pickle to memory.
+#[derive(Default)]
+pub struct Pickle {
+    out: Vec<u8>,
     memo: HashMap<String, u32>,
     /// The keys of storages that were copied.
     storages: Vec<String>,
 }
 
-macro_rules! opcodes {
-    ($($name:ident $byte:literal $doc:literal;)*) => {
-        $(
-            #[doc = $doc]
-            ///
-            /// # Errors
-            /// What the output fails with.
-            pub fn $name(&mut self) -> io::Result<()> {
-                self.out.write_all(&[$byte])
-            }
-        )*
-    };
-}
-
-impl<'a> Pickle<'a> {
+impl Pickle {
     /// Begins a pickle.
+    pub fn new() -> Self {
+        Self { out: b"\x80\x02".to_vec(), ..Self::default() }
+    }
+
+    /// Ends the pickle, whose value is on top. Gives its bytes, and the keys of the storages that copied values refer to, in order; a key
+    /// may be there twice.
+    pub fn finish(mut self) -> (Vec<u8>, Vec<String>) {
+        self.out.push(b'.');
+        (self.out, self.storages)
+    }
+
+    /// Appends instructions that stand for themselves:
     ///
-    /// # Errors
-    /// What the output fails with.
-    pub fn new(out: &'a mut dyn Write) -> io::Result<Self> {
-        out.write_all(b"\x80\x02")?;
-        Ok(Self { out, memo: HashMap::new(), storages: Vec::new() })
+    /// | | |
+    /// |---|---|
+    /// | `N`, `\x88`, `\x89`, `)`, `}`, `]` | push `None`, `True`, `False`, `()`, `{}`, `[]` |
+    /// | `(`, `t` | mark the stack; fold everything above the mark into a tuple |
+    /// | `R` | call the second value from the top with the tuple on top |
+    /// | `\x81` | make an object of the class second from the top with the tuple on top, without `__init__` |
+    /// | `b` | give the object second from the top the state on top |
+    /// | `s`, `a` | put key and value, or the value, on top into the container below |
+    /// | `Q` | replace the value on top by the object that it names to the reader |
+    pub fn ops(&mut self, opcodes: &[u8]) {
+        self.out.extend(opcodes);
     }
 
-    opcodes! {
-        none b'N' "Pushes `None`.";
-        yes 0x88 "Pushes `True`.";
-        no 0x89 "Pushes `False`.";
-        empty_tuple b')' "Pushes `()`.";
-        empty_dict b'}' "Pushes `{}`.";
-        empty_list b']' "Pushes `[]`.";
-        mark b'(' "Marks the stack for [`Pickle::tuple`].";
-        tuple b't' "Folds everything above the mark into a tuple.";
-        call b'R' "Calls the second value from the top with the tuple on top.";
-        new_object 0x81 "Makes an object of the class second from the top with the tuple on top, without `__init__`.";
-        build b'b' "Gives the object second from the top the state on top.";
-        set_item b's' "Puts key and value, on top, into the dictionary below.";
-        append b'a' "Puts the value on top into the list below.";
-        persistent b'Q' "Replaces the value on top by the object that it names to the reader.";
-        stop b'.' "Ends the pickle: its value is on top.";
+    /// Gets a memoized value, if it is one.
+    fn get(&mut self, key: &str) -> bool {
+        let slot = self.memo.get(key).copied();
+        slot.map(|slot| self.slot((b'h', b'j'), slot)).is_some()
     }
 
-    /// Gets a memoized value, or lets `push` push it and memoizes that.
-    fn once(&mut self, key: &str, push: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
-        if let Some(slot) = self.memo.get(key) {
-            let slot = *slot;
-            return self.slot((b'h', b'j'), slot);
-        }
-        push(self)?;
+    /// Memoizes the value on top.
+    fn put(&mut self, key: String) {
         let slot = u32::try_from(self.memo.len()).expect("a pickle has a few dozen words");
-        self.memo.insert(key.to_owned(), slot);
-        self.slot((b'q', b'r'), slot)
+        self.memo.insert(key, slot);
+        self.slot((b'q', b'r'), slot);
     }
 
-    fn slot(&mut self, (short, long): (u8, u8), slot: u32) -> io::Result<()> {
+    fn slot(&mut self, (short, long): (u8, u8), slot: u32) {
         if let Ok(slot) = u8::try_from(slot) {
-            return self.out.write_all(&[short, slot]);
+            self.out.extend([short, slot]);
+        } else {
+            self.out.push(long);
+            self.out.extend(slot.to_le_bytes());
         }
-        self.out.write_all(&[long])?;
-        self.out.write_all(&slot.to_le_bytes())
     }
 
     /// Pushes the object `name` of the module `module`.
-    ///
-    /// # Errors
-    /// What the output fails with.
-    pub fn global(&mut self, module: &str, name: &str) -> io::Result<()> {
+    pub fn global(&mut self, module: &str, name: &str) {
         // No word holds a line feed.
         let key = format!("{module}\n{name}");
-        self.once(&key, |pickle| write!(pickle.out, "c{module}\n{name}\n"))
+        if !self.get(&key) {
+            self.out.extend(format!("c{key}\n").bytes());
+            self.put(key);
+        }
     }
 
     /// Pushes a string that occurs often and has no line feed.
-    ///
-    /// # Errors
-    /// What the output fails with.
-    pub fn word(&mut self, word: &str) -> io::Result<()> {
-        self.once(word, |pickle| pickle.text(word))
+    pub fn word(&mut self, word: &str) {
+        if !self.get(word) {
+            self.text(word);
+            self.put(word.to_owned());
+        }
     }
 
     /// Pushes a string.
     ///
-    /// # Errors
-    /// What the output fails with; a string of 4 GiB.
-    pub fn text(&mut self, text: &str) -> io::Result<()> {
-        let len = u32::try_from(text.len()).map_err(io::Error::other)?;
-        self.out.write_all(b"X")?;
-        self.out.write_all(&len.to_le_bytes())?;
-        self.out.write_all(text.as_bytes())
+    /// # Panics
+    /// If it has 4 GiB.
+    pub fn text(&mut self, text: &str) {
+        push_text(&mut self.out, text);
     }
 
     /// Pushes a number.
-    ///
-    /// # Errors
-    /// What the output fails with.
-    pub fn int(&mut self, number: u64) -> io::Result<()> {
-        let mut bytes = Vec::new();
-        push_int(&mut bytes, number);
-        self.out.write_all(&bytes)
+    pub fn int(&mut self, number: u64) {
+        push_int(&mut self.out, number);
     }
 
     /// Pushes a tuple of numbers.
-    ///
-    /// # Errors
-    /// What the output fails with.
-    pub(crate) fn ints(&mut self, numbers: &[u64]) -> io::Result<()> {
-        self.mark()?;
-        numbers.iter().try_for_each(|number| self.int(*number))?;
-        self.tuple()
+    pub(crate) fn ints(&mut self, numbers: &[u64]) {
+        push_ints(&mut self.out, numbers);
     }
 
     /// Pushes a value of a pickle that was read, with all that it refers to. Storages of torch are on the CPU in the copy.
     ///
     /// # Errors
-    /// What the output fails with; a value that protocol 2 has no one way to write, or one within itself.
-    pub(crate) fn copy(&mut self, from: &Unpickled, id: Id) -> io::Result<()> {
+    /// A text: a value that protocol 2 has no one way to write, or one within itself.
+    pub(crate) fn copy(&mut self, from: &Unpickled, id: Id) -> Result<(), String> {
         self.copy_below(from, id, DEPTH_MAX)
     }
 
-    /// The keys of the storages that copied values refer to, in order; a key may be there twice.
-    pub(crate) fn storages(self) -> Vec<String> {
-        self.storages
-    }
-
-    fn copy_below(&mut self, from: &Unpickled, id: Id, depth: usize) -> io::Result<()> {
-        let depth = depth.checked_sub(1).ok_or_else(|| io::Error::other("values within each other without end"))?;
-        let key = || format!("\n{}", id.number());
+    fn copy_below(&mut self, from: &Unpickled, id: Id, depth: usize) -> Result<(), String> {
+        let depth = depth.checked_sub(1).ok_or("values within each other without end")?;
+        let key = format!("\n{}", id.number());
+        if self.get(&key) {
+            return Ok(());
+        }
         match from.value(id) {
-            PickleValue::None => self.none(),
-            PickleValue::Bool(true) => self.yes(),
-            PickleValue::Bool(false) => self.no(),
+            PickleValue::None => self.ops(b"N"),
+            PickleValue::Bool(true) => self.ops(b"\x88"),
+            PickleValue::Bool(false) => self.ops(b"\x89"),
             PickleValue::Int(number) => {
                 if let Ok(number) = u64::try_from(*number) {
-                    return self.int(number);
+                    self.int(number);
+                } else {
+                    self.ops(&[0x8a, 16]);
+                    self.ops(&number.to_le_bytes());
                 }
-                self.out.write_all(&[0x8a, 16])?;
-                self.out.write_all(&number.to_le_bytes())
             }
             PickleValue::Float(number) => {
                 // The only number in this order of bytes.
-                let mut bytes = number.to_le_bytes();
-                bytes.reverse();
-                self.out.write_all(b"G")?;
-                self.out.write_all(&bytes)
+                self.ops(b"G");
+                self.out.extend(number.to_le_bytes().iter().rev());
             }
             PickleValue::Text(text) => self.text(text),
-            PickleValue::Global(name) if name.name.contains('.') => Err(not_copied(&format_args!("the class {name}"))),
+            PickleValue::Global(name) if name.name.contains('.') => {
+                return Err(not_copied(format_args!("the class {name}")));
+            }
             PickleValue::Global(name) => self.global(&name.module, &name.name),
-            PickleValue::Tuple(elements) => self.once(&key(), |pickle| {
-                pickle.mark()?;
-                elements.iter().try_for_each(|element| pickle.copy_below(from, *element, depth))?;
-                pickle.tuple()
-            }),
-            PickleValue::List(elements) => self.once(&key(), |pickle| {
-                pickle.empty_list()?;
-                pickle.copy_into(from, elements, &[], depth)
-            }),
-            PickleValue::Dict(items) => self.once(&key(), |pickle| {
-                pickle.empty_dict()?;
-                pickle.copy_into(from, &[], items, depth)
-            }),
-            PickleValue::Object(object) => self.once(&key(), |pickle| {
+            PickleValue::Tuple(elements) => {
+                self.ops(b"(");
+                elements.iter().try_for_each(|element| self.copy_below(from, *element, depth))?;
+                self.ops(b"t");
+                self.put(key);
+            }
+            PickleValue::List(elements) => {
+                self.ops(b"]");
+                self.copy_into(from, elements, &[], depth)?;
+                self.put(key);
+            }
+            PickleValue::Dict(items) => {
+                self.ops(b"}");
+                self.copy_into(from, &[], items, depth)?;
+                self.put(key);
+            }
+            PickleValue::Object(object) => {
                 let Object { callee, args, is_new, state, elements, items } = &**object;
-                pickle.copy_below(from, *callee, depth)?;
-                pickle.copy_below(from, *args, depth)?;
-                if *is_new {
-                    pickle.new_object()?;
-                } else {
-                    pickle.call()?;
+                self.copy_below(from, *callee, depth)?;
+                self.copy_below(from, *args, depth)?;
+                self.ops(if *is_new { b"\x81" } else { b"R" });
+                self.copy_into(from, elements, items, depth)?;
+                if let Some(state) = state {
+                    self.copy_below(from, *state, depth)?;
+                    self.ops(b"b");
                 }
-                pickle.copy_into(from, elements, items, depth)?;
-                state.map_or(Ok(()), |state| {
-                    pickle.copy_below(from, state, depth)?;
-                    pickle.build()
-                })
-            }),
-            PickleValue::Persistent(of) => self.once(&key(), |pickle| {
+                self.put(key);
+            }
+            PickleValue::Persistent(of) => {
                 let [kind, class, number, _, count] = from.sequence(*of).unwrap_or_default() else {
-                    return Err(not_copied(&"a persistent object that is no storage"));
+                    return Err(not_copied("a persistent object that is no storage"));
                 };
-                pickle.storages.extend(from.text(*number).map(str::to_owned));
-                pickle.mark()?;
-                [kind, class, number].into_iter().try_for_each(|part| pickle.copy_below(from, *part, depth))?;
-                pickle.word("cpu")?;
-                pickle.copy_below(from, *count, depth)?;
-                pickle.tuple()?;
-                pickle.persistent()
-            }),
-            value @ (PickleValue::Bytes(_) | PickleValue::Set(_)) => Err(not_copied(&value.kind())),
+                self.storages.extend(from.text(*number).map(str::to_owned));
+                self.ops(b"(");
+                [kind, class, number].into_iter().try_for_each(|part| self.copy_below(from, *part, depth))?;
+                self.word("cpu");
+                self.copy_below(from, *count, depth)?;
+                self.ops(b"tQ");
+                self.put(key);
+            }
+            value @ (PickleValue::Bytes(_) | PickleValue::Set(_)) => return Err(not_copied(value.kind())),
         }
+        Ok(())
     }
 
-    fn copy_into(&mut self, from: &Unpickled, elements: &[Id], items: &[(Id, Id)], depth: usize) -> io::Result<()> {
+    fn copy_into(&mut self, from: &Unpickled, elements: &[Id], items: &[(Id, Id)], depth: usize) -> Result<(), String> {
         for element in elements {
             self.copy_below(from, *element, depth)?;
-            self.append()?;
+            self.ops(b"a");
         }
         for (key, value) in items {
             self.copy_below(from, *key, depth)?;
             self.copy_below(from, *value, depth)?;
-            self.set_item()?;
+            self.ops(b"s");
         }
         Ok(())
     }
 }
 
 /// What a value is not copied with.
-fn not_copied(what: &dyn std::fmt::Display) -> io::Error {
-    io::Error::other(format!("{what} is not written anew"))
+fn not_copied(what: impl std::fmt::Display) -> String {
+    format!("{what} is not written anew")
 }
 
 /// Appends the push of a number, in as few bytes as it takes.
@@ -294,24 +267,17 @@ pub(crate) fn push_get(out: &mut Vec<u8>, slot: u32) {
     out.extend(slot.to_le_bytes());
 }
 
-/// Appends the drop of the value on top.
-pub(crate) fn push_pop(out: &mut Vec<u8>) {
-    out.push(b'0');
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn values_have_their_opcodes() {
-        let mut bytes = Vec::new();
-        let mut pickle = Pickle::new(&mut bytes).unwrap();
-        pickle.ints(&[255, 256, 65536, 1 << 31]).unwrap();
-        pickle.word("a").unwrap();
-        pickle.word("a").unwrap();
-        pickle.global("m", "f").unwrap();
-        pickle.stop().unwrap();
+        let mut pickle = Pickle::new();
+        pickle.ints(&[255, 256, 65536, 1 << 31]);
+        pickle.word("a");
+        pickle.word("a");
+        pickle.global("m", "f");
         let expected = [
             b"\x80\x02(K\xff".as_slice(),
             b"M\x00\x01",
@@ -321,17 +287,16 @@ mod tests {
             b"cm\nf\nq\x01.",
         ]
         .concat();
-        assert_eq!(bytes, expected);
+        assert_eq!(pickle.finish().0, expected);
     }
 
     #[test]
     fn many_words_get_long_slots() {
-        let mut bytes = Vec::new();
-        let mut pickle = Pickle::new(&mut bytes).unwrap();
+        let mut pickle = Pickle::new();
         for word in 0..300 {
-            pickle.word(&word.to_string()).unwrap();
+            pickle.word(&word.to_string());
         }
-        pickle.word("299").unwrap();
-        assert!(bytes.ends_with(b"r\x2b\x01\x00\x00j\x2b\x01\x00\x00"));
+        pickle.word("299");
+        assert!(pickle.finish().0.ends_with(b"r\x2b\x01\x00\x00j\x2b\x01\x00\x00."));
     }
 }

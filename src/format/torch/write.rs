@@ -3,8 +3,6 @@
 //! Types that have a storage class of their own are rebuilt as torch has always done, the others over bytes as newer versions
 //! do. Both kinds load with `weights_only=True` and with `mmap=True`.
 
-use std::io;
-
 use ckfs_tensor::{DType, Region, Shape};
 
 use super::super::pickle::write::Pickle;
@@ -81,43 +79,36 @@ fn storage(dtype: DType) -> Option<&'static str> {
     STORAGES.iter().find(|(_, of)| *of == dtype).map(|(class, _)| *class)
 }
 
-/// Pushes a contiguous tensor whose elements are storage number `number`.
-///
-/// # Errors
-/// What the output fails with, or a type that torch has not.
-pub fn tensor(pickle: &mut Pickle<'_>, number: usize, dtype: DType, shape: &Shape) -> io::Result<()> {
-    let unsupported = || io::Error::other(format!("torch has no type {dtype}"));
+/// Pushes a contiguous tensor whose elements are storage number `number`; `None` if torch has not the type.
+pub fn tensor(pickle: &mut Pickle, number: usize, dtype: DType, shape: &Shape) -> Option<()> {
     let typed = storage(dtype);
-    let rebuild = if typed.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" };
-    pickle.global("torch._utils", rebuild)?;
-    pickle.mark()?;
-    pickle.mark()?;
-    pickle.word("storage")?;
+    pickle.global("torch._utils", if typed.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" });
+    // The arguments, of which the first is a storage by its name.
+    pickle.ops(b"((");
+    pickle.word("storage");
     let elements = shape.elements();
     let count = if let Some(typed) = typed {
-        pickle.global("torch", typed)?;
+        pickle.global("torch", typed);
         elements
     } else {
-        pickle.global("torch.storage", "UntypedStorage")?;
-        dtype.bytes_of(elements).ok_or_else(unsupported)?
+        pickle.global("torch.storage", "UntypedStorage");
+        dtype.bytes_of(elements)?
     };
-    pickle.text(&number.to_string())?;
-    pickle.word("cpu")?;
-    pickle.int(count)?;
-    pickle.tuple()?;
-    pickle.persistent()?;
+    pickle.text(&number.to_string());
+    pickle.word("cpu");
+    pickle.int(count);
+    pickle.ops(b"tQ");
     // Offset in the storage, sizes, strides, no gradient, no hooks.
-    pickle.int(0)?;
-    let shape = self::shape(dtype, shape).ok_or_else(unsupported)?;
-    pickle.ints(shape.extents())?;
-    pickle.ints(&shape.strides())?;
-    pickle.no()?;
-    pickle.global("collections", "OrderedDict")?;
-    pickle.empty_tuple()?;
-    pickle.call()?;
+    pickle.int(0);
+    let shape = self::shape(dtype, shape)?;
+    pickle.ints(shape.extents());
+    pickle.ints(&shape.strides());
+    pickle.ops(b"\x89");
+    pickle.global("collections", "OrderedDict");
+    pickle.ops(b")R");
     if typed.is_none() {
-        pickle.global("torch", dtype_name(dtype).ok_or_else(unsupported)?)?;
+        pickle.global("torch", dtype_name(dtype)?);
     }
-    pickle.tuple()?;
-    pickle.call()
+    pickle.ops(b"tR");
+    Some(())
 }

@@ -9,8 +9,6 @@
 //! other. With ZeRO 3 each rank has a part of each parameter, padded to the same length on all ranks. What the optimizer keeps of each
 //! number lies in vectors like those of the master weights.
 
-use std::io;
-
 use super::{
     super::pickle::{
         read::{Id, PickleValue, Unpickled},
@@ -100,16 +98,10 @@ pub struct Copied {
 /// # Errors
 /// A text: there is a value that is not written anew.
 pub fn copied(pickle: &Unpickled, id: Id) -> Result<Copied, String> {
-    copied_by(|copy| copy.copy(pickle, id)).map_err(|error| error.to_string())
-}
-
-fn copied_by(push: impl FnOnce(&mut Pickle<'_>) -> io::Result<()>) -> io::Result<Copied> {
-    let mut bytes = Vec::new();
-    let mut copy = Pickle::new(&mut bytes)?;
-    push(&mut copy)?;
-    copy.stop()?;
-    let storages = copy.storages();
-    Ok(Copied { pickle: bytes, storages })
+    let mut copy = Pickle::new();
+    copy.copy(pickle, id)?;
+    let (pickle, storages) = copy.finish();
+    Ok(Copied { pickle, storages })
 }
 
 struct Of<'a> {
@@ -211,7 +203,7 @@ pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, TorchErro
         of.pairs(base, found?.1).ok()
     };
     let kept: Option<Vec<Vec<Named>>> = (0..flat.len()).map(of_group).collect();
-    let shared = of.shared(state, (base, key), stage).map_err(|error| error.to_string());
+    let shared = of.shared(state, (base, key), stage);
     Ok(OptimizerStates { stage, partitions, flat, paddings, kept: kept.unwrap_or_default(), shared })
 }
 
@@ -229,33 +221,34 @@ impl Of<'_> {
     }
 
     /// What `ds_to_universal` keeps of the optimizer's state as a whole: with ZeRO 3 all that the first rank has.
-    fn shared(&self, state: Id, (base, flat): (&'static str, &str), stage: u64) -> io::Result<Copied> {
+    fn shared(&self, state: Id, (base, flat): (&'static str, &str), stage: u64) -> Result<Copied, String> {
         let pickle = self.pickle;
         let groups = self.member(state, base).and_then(|base| self.member(base, "param_groups"));
-        let groups = groups.map_err(io::Error::other)?;
+        let groups = groups.map_err(|error| error.to_string())?;
+        let mut copy = Pickle::new();
+        copy.ops(b"}");
+        let is_of_ranks = |key: &str| stage < 3 && [base, flat, "param_slice_mappings"].contains(&key);
         let items = pickle.items(state).unwrap_or_default();
-        copied_by(|copy| {
-            copy.empty_dict()?;
-            let is_of_ranks = |key: &str| stage < 3 && [base, flat, "param_slice_mappings"].contains(&key);
-            for (key, value) in items.iter().filter(|(key, _)| !pickle.text(*key).is_some_and(is_of_ranks)) {
-                copy.copy(pickle, *key)?;
-                match pickle.sequence(*value).filter(|_| stage < 3 && pickle.text(*key) == Some("group_paddings")) {
-                    // Parameters that are whole have none.
-                    Some(paddings) => {
-                        copy.empty_list()?;
-                        for _ in paddings {
-                            copy.int(0)?;
-                            copy.append()?;
-                        }
+        for (key, value) in items.iter().filter(|(key, _)| !pickle.text(*key).is_some_and(is_of_ranks)) {
+            copy.copy(pickle, *key)?;
+            match pickle.sequence(*value).filter(|_| stage < 3 && pickle.text(*key) == Some("group_paddings")) {
+                // Parameters that are whole have none.
+                Some(paddings) => {
+                    copy.ops(b"]");
+                    for _ in paddings {
+                        copy.int(0);
+                        copy.ops(b"a");
                     }
-                    None => copy.copy(pickle, *value)?,
                 }
-                copy.set_item()?;
+                None => copy.copy(pickle, *value)?,
             }
-            copy.text("param_groups")?;
-            copy.copy(pickle, groups)?;
-            copy.set_item()
-        })
+            copy.ops(b"s");
+        }
+        copy.text("param_groups");
+        copy.copy(pickle, groups)?;
+        copy.ops(b"s");
+        let (pickle, storages) = copy.finish();
+        Ok(Copied { pickle, storages })
     }
 
     /// The items of a dictionary with text keys. A key that was set twice counts once, as it was set last.

@@ -47,11 +47,9 @@ fn shown(bytes: &[u8]) -> String {
 /// The pickle of a value that was read, or why it is not written anew.
 fn copied(bytes: &[u8]) -> Result<Vec<u8>, String> {
     let pickle = read(bytes).map_err(|error| error.to_string())?;
-    let mut out = Vec::new();
-    let mut copy = super::super::write::Pickle::new(&mut out).unwrap();
-    copy.copy(&pickle, pickle.root()).map_err(|error| error.to_string())?;
-    copy.stop().unwrap();
-    Ok(out)
+    let mut copy = super::super::write::Pickle::new();
+    copy.copy(&pickle, pickle.root())?;
+    Ok(copy.finish().0)
 }
 
 #[test]
