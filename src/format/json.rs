@@ -46,14 +46,19 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Pairs<T> {
                 while let Some(pair) = map.next_entry::<String, T>()? {
                     pairs.push(pair);
                 }
-                let mut names: Vec<&str> = pairs.iter().map(|(name, _)| name.as_str()).collect();
-                names.sort_unstable();
-                match names.windows(2).find(|two| two[0] == two[1]) {
-                    Some(two) => Err(A::Error::custom(format_args!("{:?} is there twice", two[0]))),
+                match repeated(pairs.iter().map(|(name, _)| name)).first() {
+                    Some(name) => Err(A::Error::custom(format_args!("{name:?} is there twice"))),
                     None => Ok(Pairs(pairs)),
                 }
             }
         }
         deserializer.deserialize_map(Visit(PhantomData))
     }
+}
+
+/// The names that come more than once, each as often as it repeats.
+pub(crate) fn repeated<N: Copy + Ord>(names: impl IntoIterator<Item = N>) -> Vec<N> {
+    let mut names: Vec<N> = names.into_iter().collect();
+    names.sort_unstable();
+    names.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect()
 }

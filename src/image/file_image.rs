@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ckfs_format::safetensors::{HeaderError, HeaderErrors};
+use ckfs_format::safetensors::HeaderErrors;
 use ckfs_tensor::{DType, View};
 
 /// A part of a file.
@@ -31,12 +31,6 @@ impl ImageError {
 impl From<HeaderErrors> for ImageError {
     fn from(errors: HeaderErrors) -> Self {
         Self(errors.to_string())
-    }
-}
-
-impl From<HeaderError> for ImageError {
-    fn from(error: HeaderError) -> Self {
-        Self(error.to_string())
     }
 }
 

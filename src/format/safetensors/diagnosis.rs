@@ -13,9 +13,10 @@ use serde::Deserialize;
 use smallvec::SmallVec;
 
 use super::{
+    super::json::repeated,
     RANK_MAX,
-    error::{HeaderError, HeaderErrors},
-    members::{Members, dtype_of, repeated},
+    error::HeaderErrors,
+    members::{Members, dtype_of},
     tensor_bytes,
 };
 
@@ -42,10 +43,10 @@ enum Code<'a> {
 /// All problems. Where the text is not JSON of the right form, that is the only one.
 pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>, HeaderErrors> {
     let read = serde_json::from_str::<Members<Loose<'_>>>(text);
-    let Members { metadata, tensors } = read.map_err(HeaderError::json)?;
+    let Members { metadata, tensors } = read.map_err(HeaderErrors::json)?;
     let mut problems = HeaderErrors::default();
     for name in repeated(tensors.iter().map(|(name, _)| name)) {
-        problems.push(HeaderError::duplicate(name));
+        problems.push(HeaderErrors::duplicate(name));
     }
     for (name, tensor) in &tensors {
         check_tensor(name, tensor, &mut problems);
@@ -53,7 +54,7 @@ pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>
     check_order(&tensors, data_bytes, &mut problems);
     problems.finish(())?;
     // Own code finds nothing wrong. What it skipped, the crate has not: only its verdict counts.
-    serde_json::from_str::<Metadata>(text).map_err(HeaderError::json)?;
+    serde_json::from_str::<Metadata>(text).map_err(HeaderErrors::json)?;
     let info = |tensor: Loose<'_>| {
         let Code::Known(dtype) = tensor.dtype else { return None };
         let narrow = |value: u64| usize::try_from(value).ok();
@@ -65,7 +66,7 @@ pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>
         })
     };
     let tensors = tensors.into_iter().map(|(name, tensor)| Some((name, info(tensor)?))).collect::<Option<_>>();
-    let tensors = tensors.ok_or_else(|| HeaderError::overflow("a number"))?;
+    let tensors = tensors.ok_or_else(|| HeaderErrors::overflow("a number"))?;
     Ok(Members { metadata, tensors })
 }
 
@@ -73,7 +74,7 @@ pub(super) fn examine(text: &str, data_bytes: u64) -> Result<Members<TensorInfo>
 fn check_tensor(name: &str, tensor: &Loose<'_>, problems: &mut HeaderErrors) {
     let rank = tensor.shape.len();
     if rank > RANK_MAX {
-        problems.push(HeaderError::rank(name, rank));
+        problems.push(HeaderErrors::rank(name, rank));
     }
     let dtype = match &tensor.dtype {
         Code::Known(dtype) => dtype_of(*dtype).ok_or_else(|| dtype.to_string()),
@@ -81,17 +82,17 @@ fn check_tensor(name: &str, tensor: &Loose<'_>, problems: &mut HeaderErrors) {
     };
     let dtype = match dtype {
         Ok(dtype) => dtype,
-        Err(found) => return problems.push(HeaderError::dtype(name, &found)),
+        Err(found) => return problems.push(HeaderErrors::dtype(name, &found)),
     };
     if rank > RANK_MAX {
         return;
     }
     let [start, end] = tensor.data_offsets;
     match tensor_bytes(dtype, &tensor.shape) {
-        None => problems.push(HeaderError::size(name, dtype, &tensor.shape)),
+        None => problems.push(HeaderErrors::size(name, dtype, &tensor.shape)),
         Some(expected) if end.checked_sub(start) != Some(expected) => {
             let (shape, found) = (&tensor.shape, format!("expected {expected} bytes, found offsets {start}..{end}"));
-            problems.push(HeaderError::of(name, format_args!("{dtype} of shape {shape:?}: {found}")));
+            problems.push(HeaderErrors::of(name, format_args!("{dtype} of shape {shape:?}: {found}")));
         }
         Some(_) => {}
     }
@@ -107,11 +108,11 @@ fn check_order(tensors: &[(String, Loose<'_>)], data_bytes: u64, problems: &mut 
     for ([start, stop], name) in spans {
         if start != end {
             let problem = format_args!("expected its data to start at offset {end}, found {start}");
-            problems.push(HeaderError::of(name, problem));
+            problems.push(HeaderErrors::of(name, problem));
         }
         end = stop;
     }
     if end != data_bytes {
-        problems.push(HeaderError::end(end, data_bytes));
+        problems.push(HeaderErrors::end(end, data_bytes));
     }
 }

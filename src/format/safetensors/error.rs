@@ -9,15 +9,23 @@ use super::{JSON_BYTES_MAX, PREFIX_BYTES, RANK_MAX};
 /// Most problems of one header that are listed. A broken writer gets all its tensors wrong, and no reader wants 150 000 lines.
 const PROBLEMS_MAX: usize = 20;
 
-/// What is wrong with a header.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct HeaderError(pub(super) String);
+/// Everything found wrong with one header, at least one thing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HeaderErrors {
+    /// The problems, in order of the file; at most 20.
+    pub problems: Vec<String>,
+    /// Problems beyond those listed.
+    pub more: usize,
+}
 
-impl HeaderError {
+impl HeaderErrors {
+    fn one(problem: String) -> Self {
+        Self { problems: vec![problem], more: 0 }
+    }
+
     /// What is wrong with one tensor.
     pub(super) fn of(tensor: &str, problem: impl fmt::Display) -> Self {
-        Self(format!("tensor {tensor:?}: {problem}"))
+        Self::one(format!("tensor {tensor:?}: {problem}"))
     }
 
     pub(super) fn duplicate(tensor: &str) -> Self {
@@ -40,66 +48,37 @@ impl HeaderError {
 
     /// That the text is not the JSON that a header must be.
     pub(super) fn json(error: impl fmt::Display) -> Self {
-        Self(format!("header: {error}"))
+        Self::one(format!("header: {error}"))
     }
 
     pub(super) fn overflow(what: &str) -> Self {
-        Self(format!("header: {what} overflows"))
+        Self::one(format!("header: {what} overflows"))
     }
 
     /// That the data does not end where the file ends.
     pub(super) fn end(expected: u64, found: u64) -> Self {
-        Self(format!("data: expected {expected} bytes by the header, found {found} bytes in the file"))
+        Self::one(format!("data: expected {expected} bytes by the header, found {found} bytes in the file"))
     }
 
     pub(super) fn too_long(found: u64) -> Self {
         let problem = "the file is damaged or not safetensors";
-        Self(format!("header length: expected at most {JSON_BYTES_MAX} bytes, found {found}: {problem}"))
+        Self::one(format!("header length: expected at most {JSON_BYTES_MAX} bytes, found {found}: {problem}"))
     }
 
     pub(super) fn truncated(expected: u64, found: u64) -> Self {
         let problem = "the file is truncated or not safetensors";
-        Self(format!("header of {expected} bytes in a file of {found} bytes: {problem}"))
+        Self::one(format!("header of {expected} bytes in a file of {found} bytes: {problem}"))
     }
 
     /// That there is not even room for the length.
     pub(super) fn too_short(found: u64) -> Self {
-        Self(format!("file of {found} bytes: expected at least {PREFIX_BYTES}"))
+        Self::one(format!("file of {found} bytes: expected at least {PREFIX_BYTES}"))
     }
-}
 
-/// Everything found wrong with one header, at least one thing.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HeaderErrors {
-    /// The problems, in order of the file; at most 20.
-    pub problems: Vec<HeaderError>,
-    /// Problems beyond those listed.
-    pub more: usize,
-}
-
-impl fmt::Display for HeaderErrors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (place, problem) in self.problems.iter().enumerate() {
-            if place > 0 {
-                f.write_str("; ")?;
-            }
-            problem.fmt(f)?;
+    pub(super) fn push(&mut self, found: Self) {
+        for problem in found.problems {
+            if self.problems.len() < PROBLEMS_MAX { self.problems.push(problem) } else { self.more += 1 }
         }
-        if self.more > 0 { write!(f, "; and {} more", self.more) } else { Ok(()) }
-    }
-}
-
-impl std::error::Error for HeaderErrors {}
-
-impl From<HeaderError> for HeaderErrors {
-    fn from(problem: HeaderError) -> Self {
-        Self { problems: vec![problem], more: 0 }
-    }
-}
-
-impl HeaderErrors {
-    pub(super) fn push(&mut self, problem: HeaderError) {
-        if self.problems.len() < PROBLEMS_MAX { self.problems.push(problem) } else { self.more += 1 }
     }
 
     /// These problems, or else the value.
@@ -107,3 +86,12 @@ impl HeaderErrors {
         if self.problems.is_empty() { Ok(value) } else { Err(self) }
     }
 }
+
+impl fmt::Display for HeaderErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.problems.join("; "))?;
+        if self.more > 0 { write!(f, "; and {} more", self.more) } else { Ok(()) }
+    }
+}
+
+impl std::error::Error for HeaderErrors {}

@@ -69,13 +69,6 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Members<T> {
     }
 }
 
-/// The names that come more than once, each as often as it repeats.
-pub(super) fn repeated<N: Copy + Ord>(names: impl IntoIterator<Item = N>) -> Vec<N> {
-    let mut names: Vec<N> = names.into_iter().collect();
-    names.sort_unstable();
-    names.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect()
-}
-
 /// The dtype of a tensor; `None` if a later version of the crate has one that ckfs does not know.
 pub(super) fn dtype_of(dtype: Dtype) -> Option<DType> {
     Some(match dtype {

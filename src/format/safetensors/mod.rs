@@ -34,7 +34,7 @@ mod members;
 mod read;
 mod write;
 
-pub use error::{HeaderError, HeaderErrors};
+pub use error::HeaderErrors;
 pub use read::{Header, HeaderTensor};
 pub use write::{
     WrittenHeader, check_name, digits, metadata_bytes, padded_bytes, tensor_row_bytes, unpadded_bytes, write_header,

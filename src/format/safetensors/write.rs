@@ -1,13 +1,10 @@
 //! Headers to be put before data.
 
 use ckfs_tensor::DType;
-use serde::Serialize;
+use serde::{Serialize, Serializer, ser::SerializeMap};
 
 use super::{
-    JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX,
-    error::{HeaderError, HeaderErrors},
-    members::repeated,
-    tensor_bytes,
+    super::json::repeated, JSON_BYTES_MAX, METADATA, PREFIX_BYTES, RANK_MAX, error::HeaderErrors, tensor_bytes,
 };
 
 /// A header to be put before data.
@@ -23,22 +20,39 @@ pub struct WrittenHeader {
     pub data_bytes: u64,
 }
 
+/// The description of a tensor.
+#[derive(Serialize)]
+struct Row<'a> {
+    dtype: &'static str,
+    shape: &'a [u64],
+    data_offsets: [u64; 2],
+}
+
+/// Members of an object in this order.
+struct Ordered<'a>(&'a [(&'a str, &'a str)]);
+
+impl Serialize for Ordered<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().copied())
+    }
+}
+
 /// Refuses the name that no tensor can have.
 ///
 /// # Errors
 /// The name is reserved.
-pub fn check_name(name: &str) -> Result<(), HeaderError> {
-    if name == METADATA { Err(HeaderError::of(name, "the name is reserved")) } else { Ok(()) }
+pub fn check_name(name: &str) -> Result<(), HeaderErrors> {
+    if name == METADATA { Err(HeaderErrors::of(name, "the name is reserved")) } else { Ok(()) }
 }
 
 /// Length of a header with its padding to a multiple of `alignment`.
 ///
 /// # Errors
 /// The header is longer than the format allows.
-pub fn padded_bytes(unpadded_bytes: u64, alignment: u64) -> Result<u64, HeaderError> {
+pub fn padded_bytes(unpadded_bytes: u64, alignment: u64) -> Result<u64, HeaderErrors> {
     let padded = unpadded_bytes.next_multiple_of(alignment);
     let found = padded - PREFIX_BYTES;
-    if found > JSON_BYTES_MAX { Err(HeaderError::too_long(found)) } else { Ok(padded) }
+    if found > JSON_BYTES_MAX { Err(HeaderErrors::too_long(found)) } else { Ok(padded) }
 }
 
 impl WrittenHeader {
@@ -70,49 +84,32 @@ pub fn write_header<'a>(
     assert!(alignment > 0, "alignment is a number of bytes");
     let mut problems = HeaderErrors::default();
     let mut bytes = vec![0; 8];
-    bytes.push(b'{');
-    if !metadata.is_empty() {
-        push_json(&mut bytes, METADATA);
-        bytes.extend_from_slice(b":{");
-        for (key, value) in metadata {
-            push_json(&mut bytes, key);
-            bytes.push(b':');
-            push_json(&mut bytes, value);
-            bytes.push(b',');
+    let (mut names, mut end) = (Vec::new(), 0_u64);
+    let mut json = serde_json::Serializer::new(&mut bytes);
+    let written = json.serialize_map(None).and_then(|mut members| {
+        if !metadata.is_empty() {
+            members.serialize_entry(METADATA, &Ordered(metadata))?;
         }
-        bytes.pop();
-        bytes.extend_from_slice(b"},");
-    }
-    let mut names = Vec::new();
-    let mut end = 0_u64;
-    for (name, dtype, shape) in tensors {
-        if let Err(problem) = check_name(name) {
-            problems.push(problem);
+        for (name, dtype, shape) in tensors {
+            if let Err(problem) = check_name(name) {
+                problems.push(problem);
+            }
+            if shape.len() > RANK_MAX {
+                problems.push(HeaderErrors::rank(name, shape.len()));
+            }
+            let start = end;
+            match tensor_bytes(dtype, shape).and_then(|bytes| start.checked_add(bytes)) {
+                Some(next) => end = next,
+                None => problems.push(HeaderErrors::size(name, dtype, shape)),
+            }
+            names.push(name);
+            members.serialize_entry(name, &Row { dtype: dtype.code(), shape, data_offsets: [start, end] })?;
         }
-        if shape.len() > RANK_MAX {
-            problems.push(HeaderError::rank(name, shape.len()));
-        }
-        let start = end;
-        match tensor_bytes(dtype, shape).and_then(|bytes| start.checked_add(bytes)) {
-            Some(next) => end = next,
-            None => problems.push(HeaderError::size(name, dtype, shape)),
-        }
-        names.push(name);
-        push_json(&mut bytes, name);
-        bytes.extend_from_slice(b":{\"dtype\":\"");
-        bytes.extend_from_slice(dtype.code().as_bytes());
-        bytes.extend_from_slice(b"\",\"shape\":");
-        push_json(&mut bytes, shape);
-        bytes.extend_from_slice(b",\"data_offsets\":");
-        push_json(&mut bytes, &[start, end]);
-        bytes.extend_from_slice(b"},");
-    }
-    if bytes.last() == Some(&b',') {
-        bytes.pop();
-    }
-    bytes.push(b'}');
+        members.end()
+    });
+    written.expect("texts and numbers can be written to memory");
     for name in repeated(names) {
-        problems.push(HeaderError::duplicate(name));
+        problems.push(HeaderErrors::duplicate(name));
     }
     let unpadded_bytes = bytes.len() as u64;
     match padded_bytes(unpadded_bytes, alignment) {
@@ -134,16 +131,15 @@ pub fn unpadded_bytes(metadata_bytes: u64, rows_bytes: u64) -> u64 {
 
 /// Bytes that metadata takes in the JSON of a header.
 pub fn metadata_bytes(metadata: &[(&str, &str)]) -> u64 {
-    let members: u64 = metadata.iter().map(|(key, value)| string_bytes(key) + string_bytes(value) + 2).sum();
-    // A colon and braces, a comma after them, and none after the last member.
-    if metadata.is_empty() { 0 } else { string_bytes(METADATA) + 4 + members - 1 }
+    // A colon, and a comma after it.
+    if metadata.is_empty() { 0 } else { json_bytes(METADATA) + json_bytes(&Ordered(metadata)) + 2 }
 }
 
 /// Bytes that a tensor takes in the JSON of a header besides the digits of its extents and offsets: its name, its type, and
 /// the comma after it.
 pub fn tensor_row_bytes(name: &str, dtype: DType, rank: usize) -> u64 {
     let commas = rank.saturating_sub(1);
-    string_bytes(name) + (r#",:{"dtype":"","shape":[],"data_offsets":[,]}"#.len() + dtype.code().len() + commas) as u64
+    json_bytes(name) + (r#",:{"dtype":"","shape":[],"data_offsets":[,]}"#.len() + dtype.code().len() + commas) as u64
 }
 
 /// Decimal digits of a number.
@@ -151,15 +147,9 @@ pub fn digits(number: u64) -> u64 {
     u64::from(number.checked_ilog10().unwrap_or(0)) + 1
 }
 
-fn string_bytes(text: &str) -> u64 {
-    let mut bytes = Vec::new();
-    push_json(&mut bytes, text);
-    bytes.len() as u64
-}
-
-/// Writes a text or numbers as JSON, without spaces.
-fn push_json(bytes: &mut Vec<u8>, value: &(impl Serialize + ?Sized)) {
-    serde_json::to_writer(bytes, value).expect("texts and numbers can be written to memory");
+/// Bytes of a value as JSON, without spaces.
+fn json_bytes(value: &(impl Serialize + ?Sized)) -> u64 {
+    serde_json::to_vec(value).expect("texts and numbers can be written to memory").len() as u64
 }
 
 #[cfg(test)]
