@@ -27,7 +27,7 @@ pub(crate) fn read_header(source: &dyn Source, file: FileId, shown: impl fmt::Di
     if file_bytes >= 8 {
         source.read_into(file, 0, &mut prefix)?;
     }
-    let len = Header::json_bytes(prefix, file_bytes).map_err(|error| refused(error.into()))?;
+    let len = Header::json_bytes(prefix, file_bytes).map_err(refused)?;
     Header::parse(&source.read_bytes(file, 8, len)?, file_bytes).map_err(refused)
 }
 

@@ -15,8 +15,8 @@ use super::{
     parts::is_wide_float,
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodeForm, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartSpec,
-        PartType, ROW, SchemeRow, ShownBy, step,
+        CODES, CodeAxes, CodeForm, CodesSpec, Configured, ModuleConfig, PART, PartSpec, PartType, ROW, Rows, SchemeRow,
+        ShownBy, step,
     },
     stored::Stored,
 };
@@ -43,21 +43,24 @@ pub(super) static ROWS: [SchemeRow; 1] = [SchemeRow {
     ..ROW
 }];
 
-/// The configuration of all modules.
-struct Configuration<'a> {
-    exceptions: Exceptions<'a>,
-    /// Rows that share a scale, `None` if all do, or the name of what is not decoded.
-    group: Result<Option<u64>, String>,
-}
-
-pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read<'a>(rows: Rows, stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let config = config_of(stored, "awq")?;
     refuse_orphans(stored, found, &["qzeros", "scales"], "qweight");
     let exceptions = Exceptions::of(config, "modules_to_not_convert");
-    Some(Box::new(Configuration { exceptions, group: group(config) }))
+    let group = group(config);
+    let details = vec![("group", json!(group.clone().ok().flatten()))];
+    let modules = ModuleConfig::new(rows, move |_, row, stem| {
+        let group = group.clone()?;
+        if exceptions.has(stem) {
+            return Err(excepted("awq"));
+        }
+        Ok(Some((row, group.map_or(Sharing::Channel, Sharing::Group))))
+    });
+    Some(ModuleConfig { words: ("awq gemm: ".to_owned(), "; "), details, ..modules })
 }
 
-/// What is not configured is as it is in transformers: 4 bits, kernel `gemm`, zero points. Groups are never guessed.
+/// Rows that share a scale, `None` if all do, or the name of what is not decoded. What is not configured is as it is in transformers:
+/// 4 bits, kernel `gemm`, zero points. Groups are never guessed.
 fn group(config: &Json) -> Result<Option<u64>, String> {
     let version = member(config, &["version", "format"]).map_or(Some("gemm"), Json::as_str).unwrap_or("unknown");
     if !version.eq_ignore_ascii_case("gemm") {
@@ -71,22 +74,4 @@ fn group(config: &Json) -> Result<Option<u64>, String> {
     }
     let size = member(config, &["group_size", "q_group_size"]).ok_or_else(|| "no group_size".to_owned());
     size.and_then(group_size).map_err(|what| format!("awq with {what}"))
-}
-
-impl ModuleConfig for Configuration<'_> {
-    fn of(&self, _: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer {
-        let group = self.group.clone()?;
-        if self.exceptions.has(stem) {
-            return Err(excepted("awq"));
-        }
-        Ok(Some((row, group.map_or(Sharing::Channel, Sharing::Group))))
-    }
-
-    fn words(&self) -> (String, &'static str) {
-        ("awq gemm: ".to_owned(), "; ")
-    }
-
-    fn details(&self, _: &FirstTensor) -> Vec<(&'static str, Json)> {
-        vec![("group", json!(self.group.clone().ok().flatten()))]
-    }
 }

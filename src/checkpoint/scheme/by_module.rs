@@ -16,14 +16,14 @@
 //! (`ModelOpt`'s own function gives +0.0).
 
 use ckfs_tensor::{DType, Operation};
-use serde_json::{Value as Json, json};
+use serde_json::json;
 
 use super::{
     findings::SchemeFindings,
     quantization_config::{Factor, Library, ModuleQuantization, QuantizationConfig, Sharing},
     row::{
-        CODES, CodeAxes, CodeForm, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartExtents,
-        PartSpec, PartType, ROW, SchemeRow, ShownBy, ValueStep,
+        CODES, CodeAxes, CodeForm, CodesSpec, Configured, ModuleConfig, PART, PartExtents, PartSpec, PartType, ROW,
+        Rows, SchemeRow, ShownBy, ValueStep,
     },
     stored::Stored,
 };
@@ -96,35 +96,20 @@ pub(super) static NVFP4_ROWS: [SchemeRow; 2] = [
     },
 ];
 
-/// What [`SchemeRow::says`] is compared with.
-#[derive(Debug)]
-struct ByModule<'a> {
-    config: QuantizationConfig<'a>,
-    rows: &'static [SchemeRow],
-}
-
-/// Reads the configuration, if it is of a library that says of each module how it is quantized.
+/// Reads the configuration, if it is of a library that says of each module how it is quantized: [`SchemeRow::says`] is compared with it.
 #[allow(clippy::unnecessary_wraps, reason = "as the reader of each scheme")]
-pub(super) fn read<'a>(rows: &'static [SchemeRow], stored: &Stored<'a>, _: &mut SchemeFindings<'_>) -> Configured<'a> {
-    Some(Box::new(ByModule { config: QuantizationConfig::read(stored), rows }))
-}
-
-impl ModuleConfig for ByModule<'_> {
-    fn may(&self, row: usize) -> bool {
-        let row = &self.rows[row];
-        row.is_of(self.config.library()) && row.says.is_some_and(|says| self.config.may_say(says))
-    }
-
-    fn of(&self, stored: &Stored<'_>, number: usize, stem: &str) -> ModuleAnswer {
-        let row = &self.rows[number];
-        let told = self.config.of(stem);
+pub(super) fn read<'a>(rows: Rows, stored: &Stored<'a>, _: &mut SchemeFindings<'_>) -> Configured<'a> {
+    let config = QuantizationConfig::read(stored);
+    let library = config.library();
+    let may = |row: &SchemeRow| row.is_of(library) && row.says.is_some_and(|says| config.may_say(says));
+    let possible = (0..rows.len()).filter(|row| may(&rows[*row])).collect();
+    let modules = ModuleConfig::new(rows, move |stored, number, stem| {
+        let row = &rows[number];
+        let told = config.of(stem);
         // A head that was quantized although the configuration takes it out is what its codes and scales say.
-        let is_stored_so = || self.config.takes_out(stem) && row.is_complete(stored, stem);
+        let is_stored_so = || config.takes_out(stem) && row.is_complete(stored, stem);
         let group = row.codes.group.filter(|_| row.says == Some(&told) || is_stored_so());
         Ok(group.map(|group| (number, Sharing::Group(group))))
-    }
-
-    fn details(&self, _: &FirstTensor) -> Vec<(&'static str, Json)> {
-        vec![("group", json!(self.rows[0].codes.group))]
-    }
+    });
+    Some(ModuleConfig { rows: possible, details: vec![("group", json!(rows[0].codes.group))], ..modules })
 }

@@ -20,10 +20,10 @@ use super::{
     parts::{FP8, is_fp8, is_wide_float, module_of},
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartExtents, PartSpec, PartType, ROW,
+        CODES, CodeAxes, CodesSpec, Configured, ModuleConfig, PART, PartExtents, PartSpec, PartType, ROW, Rows,
         SchemeRow, ShownBy,
     },
-    stored::{Stored, last_word},
+    stored::Stored,
 };
 use crate::table::TensorInfo;
 
@@ -50,39 +50,22 @@ const fn row(parts: &'static [PartSpec]) -> SchemeRow {
     SchemeRow { label, codes, parts, left_out: &[".scale_input", ".input_scale", ".comfy_quant"], ..ROW }
 }
 
-/// What headers and tensors say of modules, by their names.
-struct Formats {
-    told: HashMap<String, Json>,
-    is_marked: bool,
-}
-
-pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read<'a>(rows: Rows, stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let told = told(stored, found);
     if told.is_empty() && !stored.has_word("scale_weight") {
         return None;
     }
-    Some(Box::new(Formats { told, is_marked: is_marked(stored) }))
-}
-
-impl ModuleConfig for Formats {
-    fn may(&self, row: usize) -> bool {
-        // Whose row a module is of is said of all.
-        row == 0
-    }
-
-    fn of(&self, stored: &Stored<'_>, _: usize, module: &str) -> ModuleAnswer {
+    let is_marked = is_marked(stored);
+    let modules = ModuleConfig::new(rows, move |stored, _, module| {
         let Some(codes) = stored.companion(module, "weight").map(|id| stored.tensor(id)) else { return Ok(None) };
-        let row = match self.told.get(module) {
+        let row = match told.get(module) {
             Some(told) => of_format(stored, module, &codes, told),
-            None => of_scaled(stored, module, &codes, self.is_marked),
+            None => of_scaled(stored, module, &codes, is_marked),
         };
         Ok(row?.map(|row| (row, Sharing::Tensor)))
-    }
-
-    fn end(&self, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) {
-        let marks = stored.iter().filter(|(_, tensor)| last_word(tensor.name) == MARK);
-        marks.for_each(|(id, _)| found.leave_out(id));
-    }
+    });
+    // Whose row a module is of is said of all.
+    Some(ModuleConfig { rows: vec![0], mark: Some(MARK), ..modules })
 }
 
 /// Whether a file of the repository says that it has codes of `ComfyUI`.

@@ -26,8 +26,8 @@ use super::{
     parts::{FP8, is_wide_float},
     quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing, block},
     row::{
-        CODES, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartExtents, PartSpec, PartType,
-        ROW, SchemeRow, ShownBy,
+        CODES, CodesSpec, Configured, ModuleConfig, PART, PartExtents, PartSpec, PartType, ROW, Rows, SchemeRow,
+        ShownBy,
     },
     stored::Stored,
 };
@@ -81,35 +81,25 @@ pub(super) static SCALED_ROWS: [SchemeRow; 5] = [
     },
 ];
 
-pub(super) fn read_scaled<'a>(
-    _: &'static [SchemeRow],
-    stored: &Stored<'a>,
-    _: &mut SchemeFindings<'_>,
-) -> Configured<'a> {
+pub(super) fn read_scaled<'a>(rows: Rows, stored: &Stored<'a>, _: &mut SchemeFindings<'_>) -> Configured<'a> {
     let config = QuantizationConfig::read(stored);
     // Blocks are another scheme, also those that are configured by mistake.
-    configured_block(stored, &config).is_none().then(|| Box::new(config) as Box<dyn ModuleConfig>)
-}
-
-impl ModuleConfig for QuantizationConfig<'_> {
-    fn may(&self, row: usize) -> bool {
-        SCALED_ROWS[row].is_of(self.library())
+    if configured_block(stored, &config).is_some() {
+        return None;
     }
-
-    fn of(&self, stored: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer {
-        let ModuleQuantization::Fp8(sharing) = self.of(stem) else { return Ok(None) };
-        let scale = SCALED_ROWS[row].part(stored, stem, 0).map(|scale| stored.tensor(scale).shape);
-        if self.library() == Some(Library::Transformers)
+    let library = config.library();
+    let possible = (0..rows.len()).filter(|row| rows[*row].is_of(library)).collect();
+    let modules = ModuleConfig::new(rows, move |stored, row, stem| {
+        let ModuleQuantization::Fp8(sharing) = config.of(stem) else { return Ok(None) };
+        let scale = rows[row].part(stored, stem, 0).map(|scale| stored.tensor(scale).shape);
+        if library == Some(Library::Transformers)
             && scale.is_some_and(|scale| scale.iter().rev().take(2).product::<u64>() != 1)
         {
             return Err("fp8 with several scales a matrix, but config.json gives no weight_block_size".to_owned());
         }
         Ok(Some((row, sharing)))
-    }
-
-    fn words(&self) -> (String, &'static str) {
-        ("fp8, ".to_owned(), ", ")
-    }
+    });
+    Some(ModuleConfig { rows: possible, words: ("fp8, ".to_owned(), ", "), ..modules })
 }
 
 const IN_BLOCKS: SchemeRow = SchemeRow {
@@ -143,46 +133,21 @@ fn configured_block<'a>(stored: &Stored<'a>, config: &QuantizationConfig<'_>) ->
 /// Ends of modules whose blocks are of one row.
 const SINGLE_ROWS: [&str; 1] = [".engram.embed"];
 
-/// The block of all modules that are quantized.
-struct Blocks<'a> {
-    config: QuantizationConfig<'a>,
-    rows: u64,
-    columns: u64,
-}
-
-pub(super) fn read_blocks<'a>(
-    _: &'static [SchemeRow],
-    stored: &Stored<'a>,
-    found: &mut SchemeFindings<'_>,
-) -> Configured<'a> {
+pub(super) fn read_blocks<'a>(of: Rows, stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let config = QuantizationConfig::read(stored);
     let configured = configured_block(stored, &config)?;
     let (rows, columns) = found.taken(block(configured).ok_or_else(|| {
         let what = format!("quantization_config.weight_block_size: expected two positive numbers, found {configured}");
         Problem::of_file(CONFIG, what)
     }))?;
-    Some(Box::new(Blocks { config, rows, columns }))
-}
-
-impl ModuleConfig for Blocks<'_> {
-    fn of(&self, _: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer {
+    let modules = ModuleConfig::new(of, move |_, row, stem| {
         // Quantized or not: this library's configuration says no more.
-        if self.config.of(stem) == ModuleQuantization::Plain {
+        if config.of(stem) == ModuleQuantization::Plain {
             return Ok(None);
         }
-        let rows = if SINGLE_ROWS.iter().any(|end| stem.ends_with(end)) { 1 } else { self.rows };
-        Ok(Some((row, Sharing::Block(rows, self.columns))))
-    }
-
-    fn words(&self) -> (String, &'static str) {
-        (format!("fp8 in blocks of {}x{}, ", self.rows, self.columns), "; ")
-    }
-
-    fn details(&self, first: &FirstTensor) -> Vec<(&'static str, Json)> {
-        vec![
-            ("block", json!([self.rows, self.columns])),
-            ("scale_suffix", json!(first.suffix)),
-            ("scale_dtype", json!(first.scale.code())),
-        ]
-    }
+        let rows = if SINGLE_ROWS.iter().any(|end| stem.ends_with(end)) { 1 } else { rows };
+        Ok(Some((row, Sharing::Block(rows, columns))))
+    });
+    let words = (format!("fp8 in blocks of {rows}x{columns}, "), "; ");
+    Some(ModuleConfig { words, details: vec![("block", json!([rows, columns]))], tells_scale: true, ..modules })
 }

@@ -16,8 +16,8 @@ use super::{
     parts::is_wide_float,
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodeForm, CodesSpec, Configured, ModuleAnswer, ModuleConfig, PART, PartSpec, PartType, ROW,
-        SchemeRow, ShownBy, ValueStep, step,
+        CODES, CodeAxes, CodeForm, CodesSpec, Configured, ModuleConfig, PART, PartSpec, PartType, ROW, Rows, SchemeRow,
+        ShownBy, ValueStep, step,
     },
     stored::Stored,
 };
@@ -89,30 +89,21 @@ const FLOATS_OF_4_BITS: SchemeRow = SchemeRow {
 };
 
 /// The configuration of all modules, in which some have their own.
-struct Configuration<'a>(&'a Json);
-
-pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read<'a>(rows: Rows, stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let config = configured(stored)?;
     refuse_orphans(stored, found, &["scales", "biases"], CODES_WORD);
     for key in homeless(config, stored) {
         let what = format!("mlx, whose configuration has settings of its own for {key:?}, which is no module here");
         found.unsupported(&what, None);
     }
-    Some(Box::new(Configuration(config)))
-}
-
-impl ModuleConfig for Configuration<'_> {
-    fn of(&self, stored: &Stored<'_>, _: usize, stem: &str) -> ModuleAnswer {
-        let variant = variant(self.0, stem)?;
+    let modules = ModuleConfig::new(rows, move |stored, _, stem| {
+        let variant = variant(config, stem)?;
         if stored.companion(stem, "global_scale").is_some() {
             return Err(format!("mlx {} with global_scale", variant.mode));
         }
         Ok(Some((variant.row, Sharing::Group(variant.group))))
-    }
-
-    fn words(&self) -> (String, &'static str) {
-        ("mlx: ".to_owned(), "; ")
-    }
+    });
+    Some(ModuleConfig { words: ("mlx: ".to_owned(), "; "), ..modules })
 }
 
 /// The configuration, if it is MLX's: it names no method, and has bits and groups for all.

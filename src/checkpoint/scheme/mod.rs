@@ -77,14 +77,14 @@ pub use quantized::{
 pub(super) use self::{comfy::MARK as FILE_MARK, stored::Stored};
 use self::{
     findings::{SchemeFindings, Told},
-    row::{Read, SchemeRow},
+    row::{Read, Rows},
 };
 use super::problem::Problems;
 
 /// How the tensors of a scheme are found.
 enum Way {
     /// By its rows, with what reads its configuration.
-    Rows(&'static [SchemeRow], Read),
+    Rows(Rows, Read),
     /// By code of its own.
     Code(fn(&Stored<'_>, &mut SchemeFindings<'_>) -> Told),
 }

@@ -8,15 +8,14 @@
 //! for exponent 255, which no published file has.
 
 use ckfs_tensor::DType;
-use serde_json::{Value as Json, json};
+use serde_json::json;
 
 use super::{
     findings::SchemeFindings,
     listed::{Exceptions, config_of, excepted},
     quantization_config::Sharing,
     row::{
-        CODES, CodeAxes, CodeForm, CodesSpec, Configured, FirstTensor, ModuleAnswer, ModuleConfig, PART, PartSpec, ROW,
-        SchemeRow, ShownBy,
+        CODES, CodeAxes, CodeForm, CodesSpec, Configured, ModuleConfig, PART, PartSpec, ROW, Rows, SchemeRow, ShownBy,
     },
     stored::Stored,
 };
@@ -42,7 +41,7 @@ pub(super) static ROWS: [SchemeRow; 1] = [SchemeRow {
     ..ROW
 }];
 
-pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
+pub(super) fn read<'a>(rows: Rows, stored: &Stored<'a>, found: &mut SchemeFindings<'_>) -> Configured<'a> {
     let exceptions = Exceptions::of(config_of(stored, "mxfp4")?, "modules_to_not_convert");
     for (_, scales) in stored.iter().filter(|(_, scales)| scales.dtype == DType::U8) {
         if let Some(name) = scales.name.strip_suffix("_scales")
@@ -51,15 +50,8 @@ pub(super) fn read<'a>(_: &'static [SchemeRow], stored: &Stored<'a>, found: &mut
             found.refuse(scales.name, format!("codes {name}_blocks beside it"), "no such tensor");
         }
     }
-    Some(Box::new(exceptions))
-}
-
-impl ModuleConfig for Exceptions<'_> {
-    fn of(&self, _: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer {
-        if self.has(stem) { Err(excepted("mxfp4")) } else { Ok(Some((row, Sharing::Group(GROUP)))) }
-    }
-
-    fn details(&self, _: &FirstTensor) -> Vec<(&'static str, Json)> {
-        vec![("group", json!(GROUP))]
-    }
+    let modules = ModuleConfig::new(rows, move |_, row, stem| {
+        if exceptions.has(stem) { Err(excepted("mxfp4")) } else { Ok(Some((row, Sharing::Group(GROUP)))) }
+    });
+    Some(ModuleConfig { details: vec![("group", json!(GROUP))], ..modules })
 }

@@ -4,7 +4,7 @@
 //! # To add a scheme of a known kind
 //! Write one [`SchemeRow`], and a test. Where the configuration says of each module how it is quantized
 //! ([`QuantizationConfig`](super::quantization_config::QuantizationConfig)), the row names those words in [`SchemeRow::says`], and goes to
-//! `by_module`. Otherwise it belongs to a scheme of its own, whose [`ModuleConfig`] read the configuration.
+//! `by_module`. Otherwise it belongs to a scheme of its own, whose [`ModuleConfig`] reads the configuration.
 //!
 //! What a row cannot say: companions that are read when the repository is opened (`g_idx`, `weight_shape`, texts that describe
 //! a tensor), and shapes that do not follow from those of the codes. Such schemes are code.
@@ -17,7 +17,7 @@ use super::{
     parts::{Kinds, blocks, floats, grid, packed, rows_and_columns, slot, unsigned},
     quantization_config::{Library, ModuleQuantization, Sharing},
     quantized::{Template, TemplateError},
-    stored::Stored,
+    stored::{Stored, last_word},
 };
 use crate::table::TensorInfo;
 
@@ -29,7 +29,7 @@ pub(super) struct SchemeRow {
     pub(super) label: &'static str,
     /// The libraries that store tensors so; empty if the scheme's configuration decides it.
     pub(super) libraries: &'static [Library],
-    /// What the configuration says of such a module; `None` where the scheme's own [`ModuleConfig`] decide.
+    /// What the configuration says of such a module; `None` where the scheme's own [`ModuleConfig`] decides.
     pub(super) says: Option<&'static ModuleQuantization>,
     pub(super) codes: CodesSpec,
     /// What decodes the codes, in the order of their operands.
@@ -498,63 +498,62 @@ impl PartSpec {
 pub(super) type ModuleAnswer = Result<Option<(usize, Sharing)>, String>;
 
 /// What the first tensor of a scheme tells its reader.
-#[derive(Debug)]
-pub(super) struct FirstTensor {
+struct FirstTensor {
     /// The type of its first part.
-    pub(super) scale: DType,
+    scale: DType,
     /// What follows the name of the codes in that of the part, or else the name of the module.
-    pub(super) suffix: String,
+    suffix: String,
 }
 
 /// The configuration of a scheme, about each module.
-pub(super) trait ModuleConfig {
-    /// Whether some module may be stored as this row says.
-    fn may(&self, _row: usize) -> bool {
-        true
-    }
-
-    /// What it says of codes that may be stored as this row says. `stem` stands before the suffix of their name: a module, or a name.
-    fn of(&self, stored: &Stored<'_>, row: usize, stem: &str) -> ModuleAnswer;
-
+pub(super) struct ModuleConfig<'a> {
+    /// What it says of codes that may be stored as the row of this number says, by what stands before the suffix of their name: a
+    /// module, or a name.
+    pub(super) of: Answers<'a>,
+    /// The rows that some module may be stored as.
+    pub(super) rows: Vec<usize>,
     /// What a summary begins with, and what stands between its rows.
-    fn words(&self) -> (String, &'static str) {
-        (String::new(), "; ")
-    }
-
-    /// Called once codes were found.
-    fn end(&self, _stored: &Stored<'_>, _found: &mut SchemeFindings<'_>) {}
-
+    pub(super) words: (String, &'static str),
     /// More members of the summary.
-    fn details(&self, _first: &FirstTensor) -> Vec<(&'static str, Json)> {
-        Vec::new()
+    pub(super) details: Vec<(&'static str, Json)>,
+    /// Whether the summary has the type of the first scale, and the end of its name.
+    pub(super) tells_scale: bool,
+    /// The last word of names of tensors that are left out once codes were found.
+    pub(super) mark: Option<&'static str>,
+}
+
+impl<'a> ModuleConfig<'a> {
+    pub(super) fn new(rows: &[SchemeRow], of: impl Fn(&Stored<'_>, usize, &str) -> ModuleAnswer + 'a) -> Self {
+        let (rows, words) = ((0..rows.len()).collect(), (String::new(), "; "));
+        Self { of: Box::new(of), rows, words, details: Vec::new(), tells_scale: false, mark: None }
     }
 }
 
-/// Reads the configuration of a scheme.
-pub(super) type Read = for<'a> fn(&'static [SchemeRow], &Stored<'a>, &mut SchemeFindings<'_>) -> Configured<'a>;
+type Answers<'a> = Box<dyn Fn(&Stored<'_>, usize, &str) -> ModuleAnswer + 'a>;
+
+/// The rows of a scheme.
+pub(super) type Rows = &'static [SchemeRow];
 
 /// What the configuration of a scheme says; `None` if it is not about this scheme.
-pub(super) type Configured<'a> = Option<Box<dyn ModuleConfig + 'a>>;
+pub(super) type Configured<'a> = Option<ModuleConfig<'a>>;
+
+/// Reads the configuration of a scheme.
+pub(super) type Read = for<'a> fn(Rows, &Stored<'a>, &mut SchemeFindings<'_>) -> Configured<'a>;
 
 /// Finds the tensors of a scheme that consists of rows.
-pub(super) fn find(
-    rows: &'static [SchemeRow],
-    read: Read,
-    stored: &Stored<'_>,
-    found: &mut SchemeFindings<'_>,
-) -> Told {
+pub(super) fn find(rows: Rows, read: Read, stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told {
     let modules = read(rows, stored, found)?;
-    let possible: Vec<(usize, &SchemeRow)> = rows.iter().enumerate().filter(|(row, _)| modules.may(*row)).collect();
     let mut kinds = Kinds::new();
     let mut counts: Vec<((&str, Sharing), u64)> = Vec::new();
     let mut first: Option<FirstTensor> = None;
-    for (id, codes) in stored.iter().filter(|_| !possible.is_empty()) {
-        for (number, row) in &possible {
+    for (id, codes) in stored.iter().filter(|_| !modules.rows.is_empty()) {
+        for number in &modules.rows {
+            let row = &rows[*number];
             let Some(stem) = row.stem(codes.name).filter(|_| !found.is_taken(id)) else { continue };
             if !row.is_shown(stored, stem, &codes) {
                 continue;
             }
-            let (number, sharing) = match modules.of(stored, *number, stem) {
+            let (number, sharing) = match (modules.of)(stored, *number, stem) {
                 Ok(Some(answer)) => answer,
                 Ok(None) => continue,
                 Err(method) => {
@@ -582,9 +581,14 @@ pub(super) fn find(
     let first = first?;
     let count: u64 = counts.iter().map(|(_, count)| count).sum();
     let texts: Vec<String> = counts.iter().map(|(of, count)| text(*of, *count, &first)).collect();
-    let (before, between) = modules.words();
-    let details = std::iter::once(("weights", json!(count))).chain(modules.details(&first)).collect();
-    modules.end(stored, found);
+    let mut details = vec![("weights", json!(count))];
+    details.extend(modules.details);
+    if modules.tells_scale {
+        details.extend([("scale_suffix", json!(first.suffix)), ("scale_dtype", json!(first.scale.code()))]);
+    }
+    let marks = stored.iter().filter(|(_, tensor)| Some(last_word(tensor.name)) == modules.mark);
+    marks.for_each(|(id, _)| found.leave_out(id));
+    let (before, between) = modules.words;
     Some((before + &texts.join(between), details))
 }
 
