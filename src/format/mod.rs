@@ -19,3 +19,8 @@ pub mod safetensors;
 pub mod torch;
 pub mod zarr;
 pub mod zip;
+
+/// What is wrong with bytes that are read: the first fault that is met, in words.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct FormatError(pub(crate) String);

@@ -4,7 +4,10 @@
 
 use std::collections::BTreeMap;
 
-use ckfs::format::ocdbt::{KeyRange, Manifest, OcdbtError, Version, Walk};
+use ckfs::format::{
+    FormatError,
+    ocdbt::{KeyRange, Manifest, Version, Walk},
+};
 
 use super::{
     Random, mutate, run,
@@ -26,7 +29,7 @@ fn break_block(random: &mut Random, block: &mut Vec<u8>) {
 }
 
 /// Reads all keys below the nodes that the files have, some of them broken.
-fn walk(random: &mut Random, files: &BTreeMap<String, Vec<u8>>, version: &Version) -> Result<u64, OcdbtError> {
+fn walk(random: &mut Random, files: &BTreeMap<String, Vec<u8>>, version: &Version) -> Result<u64, FormatError> {
     let range = match random.below(3) {
         0 => KeyRange::all(),
         1 => KeyRange::prefix(b"layer/00"),

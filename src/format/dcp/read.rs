@@ -22,6 +22,7 @@ use super::{
     },
     write::DcpSegment,
 };
+use crate::FormatError;
 
 /// Name of the description of the classic kind.
 pub const METADATA: &str = ".metadata";
@@ -36,11 +37,6 @@ const CLASSES: &str = "torch.distributed.checkpoint.metadata";
 /// Where torch had two of these classes before 2.3.
 const OLDER_CLASSES: &str = "torch.distributed._shard.sharded_tensor.metadata";
 const FILESYSTEM: &str = "torch.distributed.checkpoint.filesystem";
-
-/// Why a directory is refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct DcpError(String);
 
 /// A box of a tensor and where it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -128,10 +124,9 @@ impl DcpState {
     /// Reads a [`METADATA`] file.
     ///
     /// # Errors
-    /// [`DcpError`], the first fault that is met.
-    pub fn parse(bytes: &[u8]) -> Result<Self, DcpError> {
-        let read = unpickle::read(bytes, Limits::default(), &is_allowed);
-        let pickle = read.map_err(|error| DcpError(error.to_string()))?;
+    /// [`FormatError`], the first fault that is met.
+    pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
+        let pickle = unpickle::read(bytes, Limits::default(), &is_allowed)?;
         let mut reader =
             Reader { pickle: &pickle, files: Vec::new(), file_numbers: HashMap::new(), segments: HashMap::new() };
         let root = reader.state(pickle.root(), CLASSES, "Metadata", "metadata")?;
@@ -154,7 +149,7 @@ impl DcpState {
         }
         if let Some((name, _)) = reader.segments.keys().min() {
             let surplus = reader.segments.len();
-            return Err(DcpError(format!("{name:?}: {surplus} stored segments belong to no chunk")));
+            return Err(FormatError(format!("{name:?}: {surplus} stored segments belong to no chunk")));
         }
         state.paths = reader.paths(pickle.item(root, "planner_data"));
         state.files = reader.files;
@@ -165,8 +160,8 @@ impl DcpState {
     /// its tensors are holds whole ones.
     ///
     /// # Errors
-    /// [`DcpError`], the first fault that is met.
-    pub fn of_safetensors<'a>(files: impl IntoIterator<Item = (&'a str, &'a Header)>) -> Result<Self, DcpError> {
+    /// [`FormatError`], the first fault that is met.
+    pub fn of_safetensors<'a>(files: impl IntoIterator<Item = (&'a str, &'a Header)>) -> Result<Self, FormatError> {
         let mut state = Self::default();
         let mut numbers: HashMap<String, usize> = HashMap::new();
         for (number, (path, header)) in files.into_iter().enumerate() {
@@ -217,11 +212,11 @@ impl DcpState {
 
 impl DcpTensor {
     /// Adds a chunk of another file, which ends here.
-    fn extend(&mut self, dtype: DType, ends: &[u64], chunk: DcpChunk) -> Result<(), DcpError> {
+    fn extend(&mut self, dtype: DType, ends: &[u64], chunk: DcpChunk) -> Result<(), FormatError> {
         if (dtype, ends.len()) != (self.dtype, self.shape.len()) {
             let show = |dtype: DType, rank: usize| format!("{dtype} of {rank} axes");
             let (name, first, second) = (&self.name, show(self.dtype, self.shape.len()), show(dtype, ends.len()));
-            return Err(DcpError(format!("tensor {name:?}: {first} in one file, {second} in another")));
+            return Err(FormatError(format!("tensor {name:?}: {first} in one file, {second} in another")));
         }
         self.shape.iter_mut().zip(ends).for_each(|(extent, end)| *extent = (*extent).max(*end));
         self.chunks.push(chunk);
@@ -229,25 +224,25 @@ impl DcpTensor {
     }
 }
 
-fn malformed(what: &str, expected: &str, found: impl std::fmt::Display) -> DcpError {
-    DcpError(format!("{what}: expected {expected}, found {found}"))
+fn malformed(what: &str, expected: &str, found: impl std::fmt::Display) -> FormatError {
+    FormatError(format!("{what}: expected {expected}, found {found}"))
 }
 
 /// A type or layout that has no place here.
-fn unsupported(name: &str, found: impl std::fmt::Display) -> DcpError {
-    DcpError(format!("tensor {name:?}: {found} is not supported"))
+fn unsupported(name: &str, found: impl std::fmt::Display) -> FormatError {
+    FormatError(format!("tensor {name:?}: {found} is not supported"))
 }
 
-fn twice(name: &str) -> DcpError {
-    DcpError(format!("tensor {name:?} is described twice"))
+fn twice(name: &str) -> FormatError {
+    FormatError(format!("tensor {name:?} is described twice"))
 }
 
-fn no_data(name: &str, offsets: &[u64]) -> DcpError {
-    DcpError(format!("tensor {name:?}: the chunk at {offsets:?} is in no file"))
+fn no_data(name: &str, offsets: &[u64]) -> FormatError {
+    FormatError(format!("tensor {name:?}: the chunk at {offsets:?} is in no file"))
 }
 
-fn check_path(path: &str) -> Result<&str, DcpError> {
-    let outside = |flaw| DcpError(format!("file {path:?}: expected a path inside the checkpoint, but {flaw}"));
+fn check_path(path: &str) -> Result<&str, FormatError> {
+    let outside = |flaw| FormatError(format!("file {path:?}: expected a path inside the checkpoint, but {flaw}"));
     RelativePath::parse(path).map(RelativePath::as_str).map_err(outside)
 }
 
@@ -260,7 +255,7 @@ struct Saved {
 }
 
 /// Where each tensor of a file is in the whole, if the file says so.
-fn saved_offsets(header: &Header) -> Result<Option<BTreeMap<String, Saved>>, DcpError> {
+fn saved_offsets(header: &Header) -> Result<Option<BTreeMap<String, Saved>>, FormatError> {
     let Some((_, text)) = header.metadata().iter().find(|(key, _)| key == SHARDING_INFO) else { return Ok(None) };
     json::parse(text.as_bytes(), JsonForm::Rows)
         .map(Some)
@@ -268,7 +263,7 @@ fn saved_offsets(header: &Header) -> Result<Option<BTreeMap<String, Saved>>, Dcp
 }
 
 impl<'a> Reader<'a> {
-    fn wrong(&self, id: Id, what: &str, expected: &'static str) -> DcpError {
+    fn wrong(&self, id: Id, what: &str, expected: &'static str) -> FormatError {
         malformed(what, expected, self.pickle.value(id).kind())
     }
 
@@ -277,29 +272,29 @@ impl<'a> Reader<'a> {
     }
 
     /// The state of an object of this class.
-    fn state(&self, id: Id, module: &str, class: &'static str, what: &str) -> Result<Id, DcpError> {
+    fn state(&self, id: Id, module: &str, class: &'static str, what: &str) -> Result<Id, FormatError> {
         let call = self.pickle.call(id).filter(|(name, _, _)| name.module == module && name.name == class);
         call.and_then(|(_, _, object)| object.state).ok_or_else(|| self.wrong(id, what, class))
     }
 
-    fn member(&self, state: Id, name: &'static str, what: &str) -> Result<Id, DcpError> {
+    fn member(&self, state: Id, name: &'static str, what: &str) -> Result<Id, FormatError> {
         self.pickle.item(state, name).ok_or_else(|| malformed(what, name, "none"))
     }
 
-    fn items(&self, id: Id, what: &str) -> Result<&'a [(Id, Id)], DcpError> {
+    fn items(&self, id: Id, what: &str) -> Result<&'a [(Id, Id)], FormatError> {
         self.pickle.items(id).ok_or_else(|| self.wrong(id, what, "a dict"))
     }
 
-    fn text(&self, id: Id, what: &str) -> Result<&'a str, DcpError> {
+    fn text(&self, id: Id, what: &str) -> Result<&'a str, FormatError> {
         self.pickle.text(id).ok_or_else(|| self.wrong(id, what, "a str"))
     }
 
-    fn natural(&self, id: Id, what: &str) -> Result<u64, DcpError> {
+    fn natural(&self, id: Id, what: &str) -> Result<u64, FormatError> {
         self.pickle.natural(id).ok_or_else(|| self.wrong(id, what, "a whole number of 64 bits"))
     }
 
     /// The numbers of a `torch.Size`, or of a list that stands for one.
-    fn size(&self, id: Id, what: &str) -> Result<Vec<u64>, DcpError> {
+    fn size(&self, id: Id, what: &str) -> Result<Vec<u64>, FormatError> {
         let numbers = self.pickle.size(id);
         let numbers = self.pickle.sequence(numbers).ok_or_else(|| self.wrong(id, what, "a torch.Size"))?;
         if numbers.len() > RANK_MAX {
@@ -309,7 +304,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads where everything is.
-    fn read_segments(&mut self, storage_data: Id) -> Result<(), DcpError> {
+    fn read_segments(&mut self, storage_data: Id) -> Result<(), FormatError> {
         for (index, info) in self.items(storage_data, "storage_data")? {
             let index = self.state(*index, CLASSES, "MetadataIndex", "key of storage_data")?;
             let name = self.text(self.member(index, "fqn", "MetadataIndex")?, "fqn")?;
@@ -338,7 +333,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The number of a file.
-    fn file(&mut self, path: &'a str) -> Result<u32, DcpError> {
+    fn file(&mut self, path: &'a str) -> Result<u32, FormatError> {
         if let Some(number) = self.file_numbers.get(path) {
             return Ok(*number);
         }
@@ -348,7 +343,7 @@ impl<'a> Reader<'a> {
         Ok(number)
     }
 
-    fn tensor(&mut self, name: &'a str, description: Id) -> Result<DcpTensor, DcpError> {
+    fn tensor(&mut self, name: &'a str, description: Id) -> Result<DcpTensor, FormatError> {
         let what = format!("tensor {name:?}");
         let state = self.state(description, CLASSES, "TensorStorageMetadata", &what)?;
         let dtype = self.dtype(name, self.member(state, "properties", &what)?)?;
@@ -364,7 +359,7 @@ impl<'a> Reader<'a> {
             let fits = ends.zip(&shape).all(|(end, extent)| end.is_some_and(|end| end <= *extent));
             if !fits || offsets.len() != shape.len() || sizes.len() != shape.len() {
                 let what = format!("a chunk of shape {sizes:?} at {offsets:?} is outside shape {shape:?}");
-                return Err(DcpError(format!("tensor {name:?}: {what}")));
+                return Err(FormatError(format!("tensor {name:?}: {what}")));
             }
             match self.segments.remove(&(name, Some(offsets.clone()))) {
                 Some(segment) => chunks.push(DcpChunk { offsets, sizes, segment }),
@@ -377,7 +372,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The type of elements, from a `TensorProperties`.
-    fn dtype(&self, name: &str, properties: Id) -> Result<DType, DcpError> {
+    fn dtype(&self, name: &str, properties: Id) -> Result<DType, FormatError> {
         let what = format!("tensor {name:?}: properties");
         let older = self.state(properties, OLDER_CLASSES, "TensorProperties", &what);
         let state = older.or_else(|_| self.state(properties, CLASSES, "TensorProperties", &what))?;

@@ -2,7 +2,8 @@
 
 use std::{borrow::Cow, io::Read as _};
 
-use super::cursor::{Block, Cursor, OcdbtError};
+use super::cursor::{Block, Cursor};
+use crate::FormatError;
 
 /// Most bytes of a block's body after decompression. Orbax asks its writer for at most 100 MB.
 pub const DECODED_BYTES_MAX: u64 = 256 << 20;
@@ -22,8 +23,8 @@ const fn magic(block: Block) -> u32 {
 }
 
 /// The body of the block that `bytes` are, decompressed.
-pub(super) fn open(bytes: &[u8], block: Block) -> Result<Cow<'_, [u8]>, OcdbtError> {
-    let refused = |text: String| OcdbtError(format!("{block}: {text}"));
+pub(super) fn open(bytes: &[u8], block: Block) -> Result<Cow<'_, [u8]>, FormatError> {
+    let refused = |text: String| FormatError(format!("{block}: {text}"));
     let too_short = || refused(format!("expected at least {SMALLEST_BYTES} bytes, found {}", bytes.len()));
     let checked = bytes.split_last_chunk::<CHECKSUM_BYTES>().filter(|_| bytes.len() >= SMALLEST_BYTES);
     let (covered, checksum) = checked.ok_or_else(too_short)?;
@@ -51,8 +52,8 @@ pub(super) fn open(bytes: &[u8], block: Block) -> Result<Cow<'_, [u8]>, OcdbtErr
 }
 
 /// Nothing says how long the body is, so that it grows while it is decoded, up to the limit.
-fn decompress(packed: &[u8], block: Block) -> Result<Vec<u8>, OcdbtError> {
-    let failed = |error: std::io::Error| OcdbtError(format!("{block}: zstd: {error}"));
+fn decompress(packed: &[u8], block: Block) -> Result<Vec<u8>, FormatError> {
+    let failed = |error: std::io::Error| FormatError(format!("{block}: zstd: {error}"));
     let mut decoder = zstd::stream::read::Decoder::with_buffer(packed).map_err(failed)?;
     decoder.window_log_max(WINDOW_LOG_MAX).map_err(failed)?;
     let mut body = Vec::new();

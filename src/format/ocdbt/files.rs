@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use ckfs_host::RelativePath;
 
-use super::cursor::{Cursor, OcdbtError};
+use super::cursor::Cursor;
+use crate::FormatError;
 
 /// Longest path, in bytes.
 const PATH_BYTES_MAX: u16 = u16::MAX;
@@ -44,7 +45,7 @@ pub(super) struct FileTable(Vec<File>);
 
 impl FileTable {
     /// Reads the table of a block whose own file has this base.
-    pub(super) fn read(cursor: &mut Cursor<'_>, parent_base: &str) -> Result<Self, OcdbtError> {
+    pub(super) fn read(cursor: &mut Cursor<'_>, parent_base: &str) -> Result<Self, FormatError> {
         let count = cursor.count("number of files", FILES_MAX)?;
         let mut prefixes = vec![0; usize::from(count > 0)];
         prefixes.extend(cursor.lengths(count.saturating_sub(1), "path prefix length", PATH_BYTES_MAX)?);
@@ -77,7 +78,7 @@ impl FileTable {
     }
 
     /// A column of numbers of files.
-    pub(super) fn ids(&self, cursor: &mut Cursor<'_>, rows: usize) -> Result<Vec<usize>, OcdbtError> {
+    pub(super) fn ids(&self, cursor: &mut Cursor<'_>, rows: usize) -> Result<Vec<usize>, FormatError> {
         let id = |_| {
             let found = cursor.varint("file number")?;
             let id = usize::try_from(found).ok().filter(|id| *id < self.0.len());
@@ -93,7 +94,7 @@ impl FileTable {
         id: usize,
         offset: u64,
         len_bytes: u64,
-    ) -> Result<BlobLocation, OcdbtError> {
+    ) -> Result<BlobLocation, FormatError> {
         let in_range = offset.checked_add(len_bytes).is_some_and(|end| i64::try_from(end).is_ok());
         if !in_range {
             let found = format!("{len_bytes} bytes at {offset}");
@@ -103,7 +104,7 @@ impl FileTable {
             Ok((path, base)) => Ok(BlobLocation { path: Arc::clone(path), base: Arc::clone(base), offset, len_bytes }),
             Err(path) => {
                 let block = cursor.block;
-                Err(OcdbtError(format!("{block}: expected a path of a file inside the database, found {path:?}")))
+                Err(FormatError(format!("{block}: expected a path of a file inside the database, found {path:?}")))
             }
         }
     }

@@ -1,11 +1,12 @@
 //! Manifests: where the newest version of a database is.
 
 use super::{
-    cursor::{Block, Cursor, OcdbtError},
+    cursor::{Block, Cursor},
     envelope,
     files::FileTable,
     node::NodeRef,
 };
+use crate::FormatError;
 
 /// Name of the manifest.
 pub const MANIFEST: &str = "manifest.ocdbt";
@@ -57,8 +58,8 @@ impl Manifest {
     /// [`numbered_generation`] beside it, which [`Manifest::parse_numbered`] reads.
     ///
     /// # Errors
-    /// [`OcdbtError`].
-    pub fn parse(bytes: &[u8]) -> Result<Self, OcdbtError> {
+    /// [`FormatError`].
+    pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
         let body = envelope::open(bytes, Block::Manifest)?;
         let mut cursor = Cursor::new(&body, Block::Manifest);
         let uuid = cursor.array("database identifier")?;
@@ -92,8 +93,8 @@ impl Manifest {
     /// Reads the numbered manifest of this generation, which belongs to `self`.
     ///
     /// # Errors
-    /// [`OcdbtError`]: also if it is of another database or another generation.
-    pub fn parse_numbered(&self, bytes: &[u8], generation: u64) -> Result<Self, OcdbtError> {
+    /// [`FormatError`]: also if it is of another database or another generation.
+    pub fn parse_numbered(&self, bytes: &[u8], generation: u64) -> Result<Self, FormatError> {
         let numbered = Self::parse(bytes)?;
         let wrong = |what, expected: String, found: String| Err(Block::Manifest.wrong(what, expected, found));
         let Some(latest) = &numbered.latest else {
@@ -117,7 +118,7 @@ fn hex(uuid: [u8; 16]) -> String {
 }
 
 /// A column of the numbers of versions, which must increase, from 1 on.
-fn generations(cursor: &mut Cursor<'_>, rows: usize) -> Result<Vec<u64>, OcdbtError> {
+fn generations(cursor: &mut Cursor<'_>, rows: usize) -> Result<Vec<u64>, FormatError> {
     let generations = cursor.column(rows, "generation", u64::MAX)?;
     let mut before = 0;
     for generation in &generations {
@@ -130,7 +131,7 @@ fn generations(cursor: &mut Cursor<'_>, rows: usize) -> Result<Vec<u64>, OcdbtEr
 }
 
 /// The newest of the versions that a manifest lists, of which there must be one.
-fn read_versions(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> Result<Option<Version>, OcdbtError> {
+fn read_versions(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> Result<Option<Version>, FormatError> {
     let rows = cursor.count("number of versions", 1 << arity_log2)?;
     if rows == 0 {
         return Err(cursor.wrong("number of versions", "at least 1", 0));
@@ -162,7 +163,7 @@ fn read_versions(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> 
 }
 
 /// Reads over where older versions are listed, which are not read: no more levels than generations of 63 bits have.
-fn check_older(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> Result<(), OcdbtError> {
+fn check_older(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> Result<(), FormatError> {
     let rows = cursor.count("number of version nodes", u64::from(63 / arity_log2 - 1))?;
     generations(cursor, rows)?;
     let ids = files.ids(cursor, rows)?;

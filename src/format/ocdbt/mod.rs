@@ -24,7 +24,7 @@ mod manifest;
 mod node;
 mod walk;
 
-pub use cursor::{Block, OcdbtError};
+pub use cursor::Block;
 pub use envelope::DECODED_BYTES_MAX;
 pub use files::BlobLocation;
 pub use manifest::{MANIFEST, Manifest, Version, numbered_generation, numbered_name};

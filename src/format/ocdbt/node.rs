@@ -8,10 +8,11 @@ use std::ops::Range;
 use ckfs_host::parse_room::{HeldRoom, ParseRoom, ParseRoomFull};
 
 use super::{
-    cursor::{Block, Cursor, OcdbtError},
+    cursor::{Block, Cursor},
     envelope,
     files::{BlobLocation, FileTable},
 };
+use crate::FormatError;
 
 /// Longest key, in bytes.
 pub(crate) const KEY_BYTES_MAX: u16 = u16::MAX;
@@ -87,11 +88,11 @@ pub(super) struct Node<'a> {
 
 impl<'a> Node<'a> {
     /// Reads the node that `reference` refers to, which `bytes` are.
-    pub(super) fn parse(bytes: &[u8], reference: &'a NodeRef) -> Result<Self, OcdbtError> {
+    pub(super) fn parse(bytes: &[u8], reference: &'a NodeRef) -> Result<Self, FormatError> {
         let expected = reference.location.len_bytes;
         if expected != bytes.len() as u64 {
             let (block, found) = (Block::Node, bytes.len());
-            return Err(OcdbtError(format!("{block}: expected {expected} bytes by its header, found {found}")));
+            return Err(FormatError(format!("{block}: expected {expected} bytes by its header, found {found}")));
         }
         let body = envelope::open(bytes, Block::Node)?;
         let mut cursor = Cursor::new(&body, Block::Node);
@@ -124,14 +125,19 @@ impl<'a> Node<'a> {
     }
 
     /// Counts bytes that the node takes in memory.
-    fn hold(&mut self, bytes: usize) -> Result<(), OcdbtError> {
+    fn hold(&mut self, bytes: usize) -> Result<(), FormatError> {
         let what = "bytes of memory of all nodes that are read now";
         let full = |ParseRoomFull { found, limit }| Block::Node.beyond(what, limit, found);
         self.held.grow(bytes as u64).map_err(full)
     }
 
     /// Reads the keys. Gives, for an interior node, how much of each key its child does not repeat.
-    fn read_keys(&mut self, cursor: &mut Cursor<'_>, rows: usize, is_interior: bool) -> Result<Vec<usize>, OcdbtError> {
+    fn read_keys(
+        &mut self,
+        cursor: &mut Cursor<'_>,
+        rows: usize,
+        is_interior: bool,
+    ) -> Result<Vec<usize>, FormatError> {
         let mut shared = vec![0];
         shared.extend(cursor.lengths(rows - 1, "key prefix length", KEY_BYTES_MAX)?);
         let suffixes = cursor.lengths(rows, "key suffix length", KEY_BYTES_MAX)?;
@@ -187,7 +193,7 @@ impl<'a> Node<'a> {
     }
 
     /// The keys must be those that the node above promises.
-    fn check_bounds(&self, cursor: &Cursor<'_>) -> Result<(), OcdbtError> {
+    fn check_bounds(&self, cursor: &Cursor<'_>) -> Result<(), FormatError> {
         let reference = self.reference;
         let last = self.ends.len() - 1;
         let show = |key: &[u8]| format!("{:?}", String::from_utf8_lossy(key));
@@ -202,7 +208,7 @@ impl<'a> Node<'a> {
         }
     }
 
-    fn read_values(&mut self, cursor: &mut Cursor<'_>, files: &FileTable, rows: usize) -> Result<Entries, OcdbtError> {
+    fn read_values(&mut self, cursor: &mut Cursor<'_>, files: &FileTable, rows: usize) -> Result<Entries, FormatError> {
         let lengths = cursor.column(rows, "value length", u64::MAX)?;
         let kinds = cursor.take(rows, "value kinds")?;
         if let Some(found) = kinds.iter().find(|kind| **kind > 1) {
@@ -270,7 +276,7 @@ impl<'a> Node<'a> {
     }
 }
 
-fn read_children(cursor: &mut Cursor<'_>, files: &FileTable, prefix_lens: Vec<usize>) -> Result<Entries, OcdbtError> {
+fn read_children(cursor: &mut Cursor<'_>, files: &FileTable, prefix_lens: Vec<usize>) -> Result<Entries, FormatError> {
     let rows = prefix_lens.len();
     let ids = files.ids(cursor, rows)?;
     let offsets = cursor.column(rows, "node offset", u64::MAX)?;

@@ -8,7 +8,7 @@ use std::{
 use ckfs_tensor::to_usize;
 
 use super::{envelope::wrap, files::BlobLocation, node::NodeRef, *};
-use crate::hexadecimal::bytes_of;
+use crate::{FormatError, hexadecimal::bytes_of};
 
 type Files = BTreeMap<String, Vec<u8>>;
 type Content = BTreeMap<String, Vec<u8>>;
@@ -197,7 +197,7 @@ fn node_ref(bytes: &[u8], height: u8) -> NodeRef {
     NodeRef::root(BlobLocation { path, base, offset: 0, len_bytes: bytes.len() as u64 }, height)
 }
 
-fn read_node(body: &[u8], height: u8) -> Result<Vec<String>, OcdbtError> {
+fn read_node(body: &[u8], height: u8) -> Result<Vec<String>, FormatError> {
     let bytes = wrap(body, Block::Node, false);
     let root = node_ref(&bytes, height);
     let version = Version { generation: 1, root: Some(root.clone()) };

@@ -1,9 +1,9 @@
 //! The way from the root to the wanted keys.
 //!
 //! ```
-//! # use ckfs_format::ocdbt::{KeyRange, Manifest, NodeRef, OcdbtError, Walk};
+//! # use ckfs_format::ocdbt::{KeyRange, Manifest, NodeRef, FormatError, Walk};
 //! # fn fetch(_: &[NodeRef]) -> Vec<Vec<u8>> { Vec::new() }
-//! # fn list(manifest: &Manifest) -> Result<(), OcdbtError> {
+//! # fn list(manifest: &Manifest) -> Result<(), FormatError> {
 //! let Some(version) = manifest.latest.as_ref() else { return Ok(()) };
 //! let mut walk = Walk::new(version, vec![KeyRange::prefix(b"params.norm/")]);
 //! loop {
@@ -19,10 +19,11 @@
 //! ```
 
 use super::{
-    cursor::{Block, OcdbtError},
+    cursor::Block,
     manifest::Version,
     node::{Node, NodeRef, NodeValue},
 };
+use crate::FormatError;
 
 /// Most nodes that one walk reads. A node may be referred to many times, so that few bytes could make a tree without end.
 pub(crate) const NODES_MAX: u64 = 1 << 20;
@@ -105,13 +106,13 @@ impl Walk {
     /// order.
     ///
     /// # Errors
-    /// [`OcdbtError`]: the node is damaged or not the one that was referred to, or there is more of the tree than is read.
+    /// [`FormatError`]: the node is damaged or not the one that was referred to, or there is more of the tree than is read.
     pub fn read(
         &mut self,
         reference: &NodeRef,
         bytes: &[u8],
         found: &mut dyn FnMut(KeyEntry<'_>),
-    ) -> Result<(), OcdbtError> {
+    ) -> Result<(), FormatError> {
         let node = Node::parse(bytes, reference)?;
         for (key, value) in node.values() {
             if self.holds(key) {

@@ -22,6 +22,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::super::json::{self, JsonForm, Pairs};
+use crate::FormatError;
 
 /// Name of the file with the leaves.
 pub const METADATA: &str = "_METADATA";
@@ -49,18 +50,13 @@ pub const UNFINISHED: &str = ".orbax-checkpoint-tmp";
 /// Most keys on the way to a leaf.
 const DEPTH_MAX: usize = 256;
 
-/// Why a file is refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct OrbaxError(String);
-
 /// That a member has a value that it cannot have.
-fn wrong(file: &str, member: &str, expected: &str, found: impl Display) -> OrbaxError {
-    OrbaxError(format!("{file}: {member}: expected {expected}, found {found}"))
+fn wrong(file: &str, member: &str, expected: &str, found: impl Display) -> FormatError {
+    FormatError(format!("{file}: {member}: expected {expected}, found {found}"))
 }
 
-fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8], file: &'static str) -> Result<T, OrbaxError> {
-    json::parse(bytes, JsonForm::Rows).map_err(|error| OrbaxError(format!("{file}: {error}")))
+fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8], file: &'static str) -> Result<T, FormatError> {
+    json::parse(bytes, JsonForm::Rows).map_err(|error| FormatError(format!("{file}: {error}")))
 }
 
 /// One key on the way to a leaf.
@@ -166,8 +162,8 @@ impl Tree {
     /// Reads a [`METADATA`].
     ///
     /// # Errors
-    /// [`OrbaxError`], the first fault that is met.
-    pub fn parse(bytes: &[u8]) -> Result<Self, OrbaxError> {
+    /// [`FormatError`], the first fault that is met.
+    pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
         let raw: RawTree = parse(bytes, METADATA)?;
         let leaves: Vec<Leaf> = raw.tree_metadata.0.into_iter().map(leaf).collect::<Result<_, _>>()?;
         let mut stored: HashMap<String, &Leaf> = HashMap::with_capacity(leaves.len());
@@ -175,7 +171,9 @@ impl Tree {
             let name = leaf.name();
             if let Some(first) = stored.insert(name.clone(), leaf) {
                 let (first, second) = (first.shown(), leaf.shown());
-                return Err(OrbaxError(format!("{METADATA}: leaves {first} and {second} are both stored as {name:?}")));
+                return Err(FormatError(format!(
+                    "{METADATA}: leaves {first} and {second} are both stored as {name:?}"
+                )));
             }
         }
         Ok(Self {
@@ -188,7 +186,7 @@ impl Tree {
     }
 }
 
-fn leaf((shown, raw): (String, RawLeaf)) -> Result<Leaf, OrbaxError> {
+fn leaf((shown, raw): (String, RawLeaf)) -> Result<Leaf, FormatError> {
     let wrong = |expected, found: String| wrong(METADATA, &shown, expected, found);
     if raw.key_metadata.is_empty() || raw.key_metadata.len() > DEPTH_MAX {
         return Err(wrong("1 to 256 keys", raw.key_metadata.len().to_string()));
@@ -223,8 +221,8 @@ struct RawArray {
 /// as it stands there.
 ///
 /// # Errors
-/// [`OrbaxError`], the first fault that is met.
-pub fn random_keys(bytes: &[u8]) -> Result<Vec<(String, Value)>, OrbaxError> {
+/// [`FormatError`], the first fault that is met.
+pub fn random_keys(bytes: &[u8]) -> Result<Vec<(String, Value)>, FormatError> {
     let raw: RawArrays = parse(bytes, ARRAY_METADATAS)?;
     let described = raw.array_metadatas.into_iter().map(|array| array.array_metadata);
     let is_more = |array: &Map<String, Value>| array.get("ext_metadata").is_some_and(|more| !more.is_null());
@@ -268,8 +266,8 @@ impl CheckpointMetadata {
     /// Reads a [`CHECKPOINT_METADATA`].
     ///
     /// # Errors
-    /// [`OrbaxError`], the first fault that is met.
-    pub fn parse(bytes: &[u8]) -> Result<Self, OrbaxError> {
+    /// [`FormatError`], the first fault that is met.
+    pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
         let raw: RawCheckpoint = parse(bytes, CHECKPOINT_METADATA)?;
         let items = match raw.item_handlers {
             None | Some(Value::Null) => Items::Unknown,

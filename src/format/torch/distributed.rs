@@ -11,8 +11,9 @@ use ckfs_tensor::{DType, RANK_MAX, to_usize, unravel};
 
 use super::{
     super::pickle::read::{Id, PickleValue, Unpickled},
-    state::{self as torch_state, TorchError, dtype_of, is_listed},
+    state::{self as torch_state, dtype_of, is_listed},
 };
+use crate::FormatError;
 
 /// Most ranks of a mesh, and most ranks of the job that it is a part of.
 pub(crate) const RANKS_MAX: u64 = 1 << 20;
@@ -235,8 +236,8 @@ impl<'a> RankReader<'a> {
     /// What the value is that is called `name`, one of [`leaves`](torch_state::leaves).
     ///
     /// # Errors
-    /// [`TorchError`]: it is not described as torch describes it, or is of a kind that has no place here.
-    pub fn describe(&mut self, name: &str, id: Id) -> Result<RankTensor, TorchError> {
+    /// [`FormatError`]: it is not described as torch describes it, or is of a kind that has no place here.
+    pub fn describe(&mut self, name: &str, id: Id) -> Result<RankTensor, FormatError> {
         let of = Of { pickle: self.pickle, name };
         let Some((callee, args, _)) = self.pickle.call(id) else { return Ok(RankTensor::Plain(id)) };
         // A parameter holds its tensor.
@@ -270,7 +271,7 @@ impl<'a> RankReader<'a> {
         }
     }
 
-    fn meshed(&mut self, of: Of<'a, '_>, shape: Vec<u64>, state: Id) -> Result<RankTensor, TorchError> {
+    fn meshed(&mut self, of: Of<'a, '_>, shape: Vec<u64>, state: Id) -> Result<RankTensor, FormatError> {
         let state = of.members(state);
         let local = of.member(state, "_local_tensor")?;
         let spec = of.member(state, "_spec")?;
@@ -292,7 +293,7 @@ impl<'a> RankReader<'a> {
         Ok(RankTensor::Meshed { shape, sharding: MeshSharding { mesh, placements, order }, local })
     }
 
-    fn mesh(&mut self, of: Of<'a, '_>, id: Id) -> Result<Arc<RankMesh>, TorchError> {
+    fn mesh(&mut self, of: Of<'a, '_>, id: Id) -> Result<Arc<RankMesh>, FormatError> {
         if let Some(mesh) = self.meshes.get(&id) {
             return Ok(Arc::clone(mesh));
         }
@@ -326,7 +327,7 @@ impl<'a> RankReader<'a> {
         of: Of<'a, '_>,
         (shape, dtype): (Vec<u64>, DType),
         state: Id,
-    ) -> Result<RankTensor, TorchError> {
+    ) -> Result<RankTensor, FormatError> {
         let members = self.pickle.sequence(state).filter(|members| members.len() >= 3);
         let Some([own, metadata, group, ..]) = members else { return Err(of.malformed("shards and metadata")) };
         let group = of.state(*group, "the state of a process group")?;
@@ -340,7 +341,7 @@ impl<'a> RankReader<'a> {
         if of.sizes(of.member(metadata, "size")?)? != shape {
             return Err(of.malformed("metadata of the same shape"));
         }
-        let placed = |id: Id| -> Result<PlacedShard, TorchError> {
+        let placed = |id: Id| -> Result<PlacedShard, FormatError> {
             let state = of.state(id, "a ShardMetadata")?;
             let offsets = of.sizes(of.member(state, "shard_offsets")?)?;
             let sizes = of.sizes(of.member(state, "shard_sizes")?)?;
@@ -378,12 +379,12 @@ struct Of<'a, 'b> {
 }
 
 impl Of<'_, '_> {
-    fn malformed(self, expected: &str) -> TorchError {
-        TorchError::malformed(self.name, expected)
+    fn malformed(self, expected: &str) -> FormatError {
+        torch_state::malformed(self.name, expected)
     }
 
-    fn unsupported(self, found: impl std::fmt::Display) -> TorchError {
-        TorchError::unsupported(self.name, found)
+    fn unsupported(self, found: impl std::fmt::Display) -> FormatError {
+        torch_state::unsupported(self.name, found)
     }
 
     /// The dictionary of a state. Objects with slots have it as the second of two.
@@ -397,29 +398,29 @@ impl Of<'_, '_> {
     }
 
     /// The dictionary that an object was given as its state.
-    fn state(self, id: Id, expected: &'static str) -> Result<Id, TorchError> {
+    fn state(self, id: Id, expected: &'static str) -> Result<Id, FormatError> {
         let state = self.pickle.call(id).and_then(|(_, _, object)| object.state);
         state.map(|state| self.members(state)).ok_or_else(|| self.malformed(expected))
     }
 
-    fn member(self, state: Id, key: &'static str) -> Result<Id, TorchError> {
+    fn member(self, state: Id, key: &'static str) -> Result<Id, FormatError> {
         self.pickle.item(state, key).ok_or_else(|| self.malformed(key))
     }
 
-    fn natural(self, id: Id) -> Result<u64, TorchError> {
+    fn natural(self, id: Id) -> Result<u64, FormatError> {
         self.pickle.natural(id).ok_or_else(|| self.malformed("a whole number"))
     }
 
     /// The numbers of a `torch.Size` or of a tuple or list.
-    fn sizes(self, id: Id) -> Result<Vec<u64>, TorchError> {
+    fn sizes(self, id: Id) -> Result<Vec<u64>, FormatError> {
         let numbers =
             self.pickle.naturals(self.pickle.size(id)).ok_or_else(|| self.malformed("sizes of whole numbers"))?;
         if numbers.len() <= RANK_MAX { Ok(numbers) } else { Err(self.malformed("at most 8 axes")) }
     }
 
-    fn placement(self, id: Id, rank: usize) -> Result<MeshPlacement, TorchError> {
+    fn placement(self, id: Id, rank: usize) -> Result<MeshPlacement, FormatError> {
         let Some((class, args, object)) = self.pickle.call(id) else { return Err(self.malformed("a placement")) };
-        let member = |key: &'static str, place: usize| -> Result<u64, TorchError> {
+        let member = |key: &'static str, place: usize| -> Result<u64, FormatError> {
             let found = object.state.and_then(|state| self.pickle.item(self.members(state), key));
             self.natural(found.or(args.get(place).copied()).ok_or_else(|| self.malformed(key))?)
         };
@@ -442,7 +443,7 @@ impl Of<'_, '_> {
 
     /// Mesh axes in the order in which they cut: from the first to the last, unless the specification says otherwise of an axis that
     /// several of them cut.
-    fn order(self, spec: Id, placements: &[MeshPlacement]) -> Result<Vec<usize>, TorchError> {
+    fn order(self, spec: Id, placements: &[MeshPlacement]) -> Result<Vec<usize>, FormatError> {
         let usual: Vec<usize> = (0..placements.len()).collect();
         let entries = self.pickle.item(spec, "shard_order").and_then(|id| self.pickle.sequence(id)).unwrap_or_default();
         let mut order: Vec<usize> = Vec::new();
@@ -468,7 +469,7 @@ impl Of<'_, '_> {
     }
 
     /// A mesh as torch noted it until 2.9: a tensor of ranks, whose elements are noted besides.
-    fn mesh_of_tensor(self, state: Id) -> Result<RankMesh, TorchError> {
+    fn mesh_of_tensor(self, state: Id) -> Result<RankMesh, FormatError> {
         let tensor = torch_state::tensor(self.pickle, self.member(state, "mesh")?, self.name)?;
         let shape = tensor.ok_or_else(|| self.malformed("a mesh that is a tensor"))?.shape;
         let ranks = self.pickle.naturals(self.member(state, "_flatten_mesh_list")?);
@@ -476,7 +477,7 @@ impl Of<'_, '_> {
     }
 
     /// A mesh as newer torch notes it: places in the list of all ranks. A part of a larger mesh is the one with the rank in it.
-    fn mesh_of_layout(self, state: Id, layout: Id, rank: u64) -> Result<RankMesh, TorchError> {
+    fn mesh_of_layout(self, state: Id, layout: Id, rank: u64) -> Result<RankMesh, FormatError> {
         let map =
             self.pickle.item(state, "_flatten_rank_map").or_else(|| self.pickle.item(state, "_flatten_mesh_list"));
         let map = map.and_then(|id| self.pickle.naturals(id)).ok_or_else(|| self.malformed("the ranks of the mesh"))?;
@@ -511,7 +512,7 @@ impl Of<'_, '_> {
     }
 
     /// Extents and strides of each axis of a mesh; an axis may have several digits.
-    fn axes_of_layout(self, layout: Id) -> Result<Vec<Digits>, TorchError> {
+    fn axes_of_layout(self, layout: Id) -> Result<Vec<Digits>, FormatError> {
         if let Some(axes) = self.pickle.item(layout, "axes") {
             let axes = self.pickle.sequence(axes).ok_or_else(|| self.malformed("axes of a mesh"))?;
             return axes.iter().map(|axis| self.flat_layout(self.state(*axis, "an axis of a mesh")?)).collect();
@@ -529,7 +530,7 @@ impl Of<'_, '_> {
         axes.filter(|_| shape.len() == stride.len()).ok_or_else(malformed)
     }
 
-    fn flat_layout(self, axis: Id) -> Result<Digits, TorchError> {
+    fn flat_layout(self, axis: Id) -> Result<Digits, FormatError> {
         let numbers = |key| self.pickle.naturals(self.member(axis, key)?).ok_or_else(|| self.malformed(key));
         let (shape, stride) = (numbers("shape")?, numbers("stride")?);
         if shape.len() == stride.len() {
@@ -539,7 +540,7 @@ impl Of<'_, '_> {
         }
     }
 
-    fn checked(self, shape: Vec<u64>, ranks: Vec<u64>) -> Result<RankMesh, TorchError> {
+    fn checked(self, shape: Vec<u64>, ranks: Vec<u64>) -> Result<RankMesh, FormatError> {
         let count = shape.iter().try_fold(1u64, |count, extent| count.checked_mul(*extent));
         let mut sorted = ranks.clone();
         sorted.sort_unstable();

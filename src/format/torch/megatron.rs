@@ -7,9 +7,10 @@ use serde_json::{Map, Value as Json};
 
 use super::{
     super::pickle::read::{Id, PickleValue, Unpickled},
-    state::{self as torch_state, TorchError, is_listed},
+    state::{self as torch_state, is_listed},
     zero,
 };
+use crate::FormatError;
 
 /// Whether a file of Megatron may name a class or function: tensors, numbers, and the enumerations of its arguments.
 pub fn is_allowed(module: &str, name: &str) -> bool {
@@ -101,10 +102,10 @@ fn plain(pickle: &Unpickled, id: Id, depth: usize) -> Option<Json> {
 /// Reads a file.
 ///
 /// # Errors
-/// [`TorchError`]: it is not what Megatron writes.
-pub fn file(pickle: &Unpickled) -> Result<MegatronFile, TorchError> {
+/// [`FormatError`]: it is not what Megatron writes.
+pub fn file(pickle: &Unpickled) -> Result<MegatronFile, FormatError> {
     let root = pickle.root();
-    let malformed = |expected| TorchError::malformed("(file)", expected);
+    let malformed = |expected| torch_state::malformed("(file)", expected);
     let arguments = pickle.item(root, "args").ok_or_else(|| malformed("args, the arguments of the training"))?;
     let saved = saved_arguments(pickle, arguments);
     let arguments = members(pickle, arguments);
@@ -118,7 +119,7 @@ pub fn file(pickle: &Unpickled) -> Result<MegatronFile, TorchError> {
         && *version < 3.0
     {
         let found = format!("a checkpoint of version {version}, with heads in another order,");
-        return Err(TorchError::unsupported("checkpoint_version", found));
+        return Err(torch_state::unsupported("checkpoint_version", found));
     }
     let gated = match (flag("swiglu"), flag("quick_geglu")) {
         (None, None) => None,

@@ -21,14 +21,15 @@ use ckfs_tensor::to_usize;
 
 use super::{
     super::{
-        pickle::read::{self as unpickle, Id, Limits, PickleError, Unpickled},
+        pickle::read::{self as unpickle, Id, Limits, Unpickled},
         zip::{
-            read::{self as unzip, LOCAL_BYTES, TAIL_BYTES, ZipDirectory, ZipEntry, ZipError},
+            read::{self as unzip, LOCAL_BYTES, TAIL_BYTES, ZipDirectory, ZipEntry},
             write::crc32,
         },
     },
-    state::{self as torch_state, PICKLE, TorchError, TorchObject, TorchTensor},
+    state::{self as torch_state, PICKLE, TorchObject, TorchTensor},
 };
+use crate::FormatError;
 
 /// Bytes at the start and at the end that are requested first. An archive of one tensor has its pickle and its directory there.
 const PROBE_BYTES: u64 = 4 << 10;
@@ -45,23 +46,6 @@ const LEGACY_NUMBER: &[u8] = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 /// Bytes in which that number must be: after the protocol, and a frame in newer ones.
 const LEGACY_BYTES: usize = 32;
 
-/// Why an archive is refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ArchiveError {
-    /// Its directory or an entry is damaged.
-    #[error(transparent)]
-    Zip(#[from] ZipError),
-    /// Its pickle is damaged, or holds what is not on the list.
-    #[error(transparent)]
-    Pickle(#[from] PickleError),
-    /// Its object is not what torch writes.
-    #[error(transparent)]
-    Torch(#[from] TorchError),
-    /// It is not an archive as torch writes them.
-    #[error("{0}")]
-    Refused(String),
-}
-
 /// What a file is refused with that torch wrote before it had archives.
 const LEGACY: &str =
     "written by torch before 1.6, or without its zip format: load it with torch.load and save it with torch.save";
@@ -71,19 +55,18 @@ const PICKLED: &str =
 /// What a file without bytes is refused with.
 const EMPTY: &str = "an empty file: the save or the download did not finish";
 
-impl ArchiveError {
-    fn of(problem: impl std::fmt::Display) -> Self {
-        Self::Refused(format!("torch archive: {problem}"))
-    }
+/// That it is not an archive as torch writes them.
+fn refused(problem: impl std::fmt::Display) -> FormatError {
+    FormatError(format!("torch archive: {problem}"))
+}
 
-    fn missing(entry: &str) -> Self {
-        Self::of(format_args!("expected an entry {entry:?}"))
-    }
+fn missing(entry: &str) -> FormatError {
+    refused(format_args!("expected an entry {entry:?}"))
+}
 
-    /// That an entry has another length than it must have.
-    fn length(entry: &str, expected: u64, found: u64) -> Self {
-        Self::of(format_args!("entry {entry:?}: expected {expected} bytes, found {found}"))
-    }
+/// That an entry has another length than it must have.
+fn length(entry: &str, expected: u64, found: u64) -> FormatError {
+    refused(format_args!("entry {entry:?}: expected {expected} bytes, found {found}"))
 }
 
 /// A tensor of an archive and where its storage is.
@@ -180,7 +163,7 @@ impl OpenedArchive {
     ///
     /// # Errors
     /// It is not described as torch describes tensors, or its storage is not as long as it says.
-    pub fn tensor(&self, id: Id, name: &str) -> Result<Option<SavedTensor>, ArchiveError> {
+    pub fn tensor(&self, id: Id, name: &str) -> Result<Option<SavedTensor>, FormatError> {
         let tensor = torch_state::tensor(&self.pickle, id, name)?;
         tensor.map(|tensor| saved(&self.storages, "", tensor)).transpose()
     }
@@ -210,14 +193,14 @@ impl TorchArchive {
     /// Takes the bytes of the wanted spans, in their order.
     ///
     /// # Errors
-    /// [`ArchiveError`], the first fault that is met.
-    pub fn supply(&mut self, bytes: Vec<Vec<u8>>) -> Result<(), ArchiveError> {
+    /// [`FormatError`], the first fault that is met.
+    pub fn supply(&mut self, bytes: Vec<Vec<u8>>) -> Result<(), FormatError> {
         let wanted = std::mem::take(&mut self.wanted);
         for (at, span) in wanted.iter().enumerate() {
             let (expected, found) = (span.end - span.start, bytes.get(at).map_or(0, |bytes| bytes.len() as u64));
             if expected != found {
                 let start = span.start;
-                return Err(ArchiveError::of(format_args!("expected {expected} bytes at {start}, found {found}")));
+                return Err(refused(format_args!("expected {expected} bytes at {start}, found {found}")));
             }
         }
         self.known.extend(wanted.into_iter().map(|span| span.start).zip(bytes));
@@ -255,7 +238,7 @@ impl TorchArchive {
     }
 
     /// Does what can be done with what was given: the next stage, or the same and what it needs.
-    fn advance(&self, stage: Stage) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+    fn advance(&self, stage: Stage) -> Result<(Stage, Vec<Range<u64>>), FormatError> {
         match stage {
             Stage::Ends => self.find_directory(),
             Stage::Directory(directory) => {
@@ -269,7 +252,7 @@ impl TorchArchive {
         }
     }
 
-    fn find_directory(&self) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+    fn find_directory(&self) -> Result<(Stage, Vec<Range<u64>>), FormatError> {
         // The last that was given is the end of the archive.
         let tail = self.known.last().map_or(&[][..], |(_, bytes)| bytes);
         match unzip::find_directory(tail, self.len_bytes) {
@@ -277,31 +260,31 @@ impl TorchArchive {
             Err(error) => {
                 let head = self.known.first().map_or(&[][..], |(_, bytes)| bytes);
                 if self.len_bytes == 0 {
-                    return Err(ArchiveError::Refused(EMPTY.to_owned()));
+                    return Err(FormatError(EMPTY.to_owned()));
                 }
                 let first = &head[..head.len().min(LEGACY_BYTES)];
                 if first.windows(LEGACY_NUMBER.len()).any(|part| part == LEGACY_NUMBER) {
-                    return Err(ArchiveError::Refused(LEGACY.to_owned()));
+                    return Err(FormatError(LEGACY.to_owned()));
                 }
                 if let [0x80, 0..=5, ..] = first {
-                    return Err(ArchiveError::Refused(PICKLED.to_owned()));
+                    return Err(FormatError(PICKLED.to_owned()));
                 }
                 // A comment may be longer than what was looked at.
                 let longest = TAIL_BYTES.min(self.len_bytes);
                 if (tail.len() as u64) < longest {
                     return Ok((Stage::Ends, std::iter::once(self.len_bytes - longest..self.len_bytes).collect()));
                 }
-                Err(error.into())
+                Err(error)
             }
         }
     }
 
-    fn read_pickle(&self, listing: Listing) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+    fn read_pickle(&self, listing: Listing) -> Result<(Stage, Vec<Range<u64>>), FormatError> {
         let root = listing.root()?;
         let pickle = listing.find(&format!("{root}{PICKLE}"))?;
         if listing.entries[pickle].len_bytes > PICKLE_BYTES_MAX {
             let ZipEntry { name, len_bytes, .. } = &listing.entries[pickle];
-            return Err(ArchiveError::length(name, PICKLE_BYTES_MAX, *len_bytes));
+            return Err(length(name, PICKLE_BYTES_MAX, *len_bytes));
         }
         // Archives from before 2023 do not say the order of bytes.
         let order = listing.by_name.get(&format!("{root}byteorder")).copied();
@@ -313,7 +296,7 @@ impl TorchArchive {
             let found = self.content(&listing, order)?;
             if found != b"little" {
                 let found = String::from_utf8_lossy(found);
-                return Err(ArchiveError::of(format_args!("expected byte order \"little\", found {found:?}")));
+                return Err(refused(format_args!("expected byte order \"little\", found {found:?}")));
             }
         }
         let bytes = self.content(&listing, pickle)?;
@@ -327,7 +310,7 @@ impl TorchArchive {
     }
 
     /// The data of an entry whose region was given, with the right checksum.
-    fn content(&self, listing: &Listing, number: usize) -> Result<&[u8], ArchiveError> {
+    fn content(&self, listing: &Listing, number: usize) -> Result<&[u8], FormatError> {
         let entry = &listing.entries[number];
         let start = self.data_start(listing, number)?;
         let span = start..start + entry.len_bytes;
@@ -337,11 +320,11 @@ impl TorchArchive {
             return Ok(bytes);
         }
         let sums = format!("expected CRC-32 {expected:08x}, found {found:08x}: the archive is damaged");
-        Err(ArchiveError::of(format_args!("entry {name:?}: {sums}")))
+        Err(refused(format_args!("entry {name:?}: {sums}")))
     }
 
     /// Where the data of an entry begins, whose local header was given. All of the data is before the next entry.
-    fn data_start(&self, listing: &Listing, number: usize) -> Result<u64, ArchiveError> {
+    fn data_start(&self, listing: &Listing, number: usize) -> Result<u64, FormatError> {
         let (entry, region) = (&listing.entries[number], listing.region(number));
         let local = self.bytes(&self.local_header(listing, number)).expect("the local header was asked for");
         let start = entry.data_start(local, self.len_bytes)?;
@@ -349,7 +332,7 @@ impl TorchArchive {
         if start <= region.end && entry.len_bytes <= room {
             Ok(start)
         } else {
-            Err(ArchiveError::length(&entry.name, room, entry.len_bytes))
+            Err(length(&entry.name, room, entry.len_bytes))
         }
     }
 
@@ -363,7 +346,7 @@ impl TorchArchive {
     }
 
     /// The places of the storages, once the local headers before them are there.
-    fn find_storages(&self, listing: Listing, found: Found) -> Result<(Stage, Vec<Range<u64>>), ArchiveError> {
+    fn find_storages(&self, listing: Listing, found: Found) -> Result<(Stage, Vec<Range<u64>>), FormatError> {
         let keys: HashSet<&str> = match &found {
             Found::Object(object) => object.tensors.iter().map(|tensor| tensor.storage.as_str()).collect(),
             Found::Pickle(pickle) => torch_state::storage_keys(pickle),
@@ -381,7 +364,7 @@ impl TorchArchive {
             missing.sort_unstable_by_key(|span| span.start);
             return Ok((Stage::Storages(listing, found), missing));
         }
-        let place = |(key, number): (String, usize)| -> Result<(String, (u64, u64)), ArchiveError> {
+        let place = |(key, number): (String, usize)| -> Result<(String, (u64, u64)), FormatError> {
             Ok((key, (self.data_start(&listing, number)?, listing.entries[number].len_bytes)))
         };
         let storages: Storages = numbers.into_iter().map(place).collect::<Result<_, _>>()?;
@@ -401,25 +384,25 @@ impl TorchArchive {
 type Storages = HashMap<String, (u64, u64)>;
 
 /// A tensor with the place of its storage.
-fn saved(storages: &Storages, root: &str, tensor: TorchTensor) -> Result<SavedTensor, ArchiveError> {
+fn saved(storages: &Storages, root: &str, tensor: TorchTensor) -> Result<SavedTensor, FormatError> {
     let entry = format!("{root}data/{}", tensor.storage);
-    let (storage_start, found) = *storages.get(&tensor.storage).ok_or_else(|| ArchiveError::missing(&entry))?;
+    let (storage_start, found) = *storages.get(&tensor.storage).ok_or_else(|| missing(&entry))?;
     if found == tensor.storage_bytes {
         return Ok(SavedTensor { tensor, storage_start });
     }
-    Err(ArchiveError::length(&entry, tensor.storage_bytes, found))
+    Err(length(&entry, tensor.storage_bytes, found))
 }
 
 impl Listing {
-    fn new(entries: Vec<ZipEntry>, directory: ZipDirectory) -> Result<Self, ArchiveError> {
+    fn new(entries: Vec<ZipEntry>, directory: ZipDirectory) -> Result<Self, FormatError> {
         let mut by_name = HashMap::with_capacity(entries.len());
         for (number, entry) in entries.iter().enumerate() {
             if by_name.insert(entry.name.clone(), number).is_some() {
-                return Err(ArchiveError::of(format_args!("entry {:?} is there twice", entry.name)));
+                return Err(refused(format_args!("entry {:?} is there twice", entry.name)));
             }
             if entry.header_start >= directory.start {
                 let (start, end) = (entry.header_start, directory.start);
-                return Err(ZipError::outside(start, start.saturating_add(entry.len_bytes), end).into());
+                return Err(unzip::outside(start, start.saturating_add(entry.len_bytes), end));
             }
         }
         let mut starts: Vec<u64> = entries.iter().map(|entry| entry.header_start).chain([directory.start]).collect();
@@ -428,14 +411,14 @@ impl Listing {
     }
 
     /// What stands before the names of all entries of torch.
-    fn root(&self) -> Result<&str, ArchiveError> {
+    fn root(&self) -> Result<&str, FormatError> {
         let root = |entry: &ZipEntry| entry.name.strip_suffix(PICKLE).filter(|root| root.ends_with('/')).map(str::len);
         let found = self.entries.iter().find_map(|entry| root(entry).map(|len| &entry.name[..len]));
-        found.ok_or_else(|| ArchiveError::missing(PICKLE))
+        found.ok_or_else(|| missing(PICKLE))
     }
 
-    fn find(&self, name: &str) -> Result<usize, ArchiveError> {
-        self.by_name.get(name).copied().ok_or_else(|| ArchiveError::missing(name))
+    fn find(&self, name: &str) -> Result<usize, FormatError> {
+        self.by_name.get(name).copied().ok_or_else(|| missing(name))
     }
 
     /// From the local header of an entry to what follows it.
@@ -458,7 +441,7 @@ mod tests {
     }
 
     /// The tensors of an archive, and the number of spans of each request.
-    fn read(bytes: &[u8]) -> Result<(Vec<SavedTensor>, Vec<usize>), ArchiveError> {
+    fn read(bytes: &[u8]) -> Result<(Vec<SavedTensor>, Vec<usize>), FormatError> {
         let mut archive = TorchArchive::new(bytes.len() as u64);
         let mut requests = Vec::new();
         while !archive.wanted().is_empty() {

@@ -13,6 +13,7 @@ use super::{
     super::pickle::read::{Id, PickleValue, Unpickled},
     write::{STORAGES, dtype_name},
 };
+use crate::FormatError;
 
 /// The pickle of an archive, below its root directory.
 pub(crate) const PICKLE: &str = "data.pkl";
@@ -46,21 +47,14 @@ pub struct TorchTensor {
     pub storage_bytes: u64,
 }
 
-/// Why a saved object is refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct TorchError(String);
+/// A tensor that is not described as torch describes it.
+pub(super) fn malformed(name: &str, expected: &str) -> FormatError {
+    FormatError(format!("tensor {name:?}: expected {expected}"))
+}
 
-impl TorchError {
-    /// A tensor that is not described as torch describes it.
-    pub(super) fn malformed(name: &str, expected: &str) -> Self {
-        Self(format!("tensor {name:?}: expected {expected}"))
-    }
-
-    /// A type or function that has no place here.
-    pub(super) fn unsupported(name: &str, found: impl std::fmt::Display) -> Self {
-        Self(format!("tensor {name:?}: {found} is not supported"))
-    }
+/// A type or function that has no place here.
+pub(super) fn unsupported(name: &str, found: impl std::fmt::Display) -> FormatError {
+    FormatError(format!("tensor {name:?}: {found} is not supported"))
 }
 
 /// The type that torch calls so.
@@ -105,16 +99,16 @@ pub struct TorchObject {
 /// The tensors of a pickled object, in the order of the pickle.
 ///
 /// # Errors
-/// [`TorchError`], the first that is met.
-pub fn tensors(pickle: &Unpickled) -> Result<Vec<TorchTensor>, TorchError> {
+/// [`FormatError`], the first that is met.
+pub fn tensors(pickle: &Unpickled) -> Result<Vec<TorchTensor>, FormatError> {
     object(pickle).map(|object| object.tensors)
 }
 
 /// Everything that a pickled object holds.
 ///
 /// # Errors
-/// [`TorchError`], the first that is met.
-pub fn object(pickle: &Unpickled) -> Result<TorchObject, TorchError> {
+/// [`FormatError`], the first that is met.
+pub fn object(pickle: &Unpickled) -> Result<TorchObject, FormatError> {
     let mut walk = Walk::new(pickle);
     walk.visit(pickle.root())?;
     check_names(walk.found.tensors.iter().map(|tensor| &tensor.name))?;
@@ -122,10 +116,10 @@ pub fn object(pickle: &Unpickled) -> Result<TorchObject, TorchError> {
 }
 
 /// Refuses two tensors of one name.
-fn check_names<'a>(mut tensors: impl Iterator<Item = &'a String>) -> Result<(), TorchError> {
+fn check_names<'a>(mut tensors: impl Iterator<Item = &'a String>) -> Result<(), FormatError> {
     let mut names = HashSet::new();
     match tensors.find(|name| !names.insert(*name)) {
-        Some(name) => Err(TorchError(format!("tensor {name:?} is there twice"))),
+        Some(name) => Err(FormatError(format!("tensor {name:?} is there twice"))),
         None => Ok(()),
     }
 }
@@ -134,7 +128,7 @@ fn check_names<'a>(mut tensors: impl Iterator<Item = &'a String>) -> Result<(), 
 ///
 /// # Errors
 /// It is not described as torch describes tensors.
-pub fn tensor(pickle: &Unpickled, id: Id, name: &str) -> Result<Option<TorchTensor>, TorchError> {
+pub fn tensor(pickle: &Unpickled, id: Id, name: &str) -> Result<Option<TorchTensor>, FormatError> {
     Walk { path: vec![name.to_owned()], ..Walk::new(pickle) }.tensor(id)
 }
 
@@ -170,8 +164,8 @@ pub struct Leaves {
 /// own, as a `DTensor`, is the call that rebuilds it.
 ///
 /// # Errors
-/// [`TorchError`]: depth, repetition or names without end, or a name twice.
-pub fn leaves(pickle: &Unpickled, root: Id) -> Result<Leaves, TorchError> {
+/// [`FormatError`]: depth, repetition or names without end, or a name twice.
+pub fn leaves(pickle: &Unpickled, root: Id) -> Result<Leaves, FormatError> {
     let mut walk = Walk { leaves: Some(Vec::new()), ..Walk::new(pickle) };
     walk.visit(root)?;
     let tensors = walk.leaves.unwrap_or_default();
@@ -197,16 +191,16 @@ impl<'a> Walk<'a> {
         Self { pickle, found, leaves: None, path, path_bytes: 0, visits: 0, name_bytes: 0 }
     }
 
-    fn visit(&mut self, id: Id) -> Result<(), TorchError> {
+    fn visit(&mut self, id: Id) -> Result<(), FormatError> {
         if self.path.len() > DEPTH_MAX {
             let name = self.name();
-            return Err(TorchError(format!("{name:?}: more than {DEPTH_MAX} containers within each other")));
+            return Err(FormatError(format!("{name:?}: more than {DEPTH_MAX} containers within each other")));
         }
         self.visits += 1;
         if self.visits > self.pickle.count() + REPEATS_MAX {
             let found =
                 format!("values are referred to more than {REPEATS_MAX} times again, as no program writes them");
-            return Err(TorchError(format!("{:?}: {found}", self.name())));
+            return Err(FormatError(format!("{:?}: {found}", self.name())));
         }
         match self.pickle.value(id) {
             PickleValue::Dict(items) => self.items(items),
@@ -253,9 +247,9 @@ impl<'a> Walk<'a> {
     }
 
     /// Counts the name of a value that is noted.
-    fn count_name(&mut self) -> Result<(), TorchError> {
+    fn count_name(&mut self) -> Result<(), FormatError> {
         self.name_bytes = self.name_bytes.saturating_add(self.path_bytes);
-        let too_long = || TorchError(format!("more than {NAME_BYTES_MAX} bytes of names of tensors"));
+        let too_long = || FormatError(format!("more than {NAME_BYTES_MAX} bytes of names of tensors"));
         if self.name_bytes > NAME_BYTES_MAX { Err(too_long()) } else { Ok(()) }
     }
 
@@ -266,7 +260,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn items(&mut self, items: &[(Id, Id)]) -> Result<(), TorchError> {
+    fn items(&mut self, items: &[(Id, Id)]) -> Result<(), FormatError> {
         items.iter().try_for_each(|(key, value)| {
             let number = || self.pickle.natural(*key).map(|number| number.to_string());
             // Keys of other kinds name nothing in a state dictionary.
@@ -275,11 +269,11 @@ impl<'a> Walk<'a> {
         })
     }
 
-    fn elements(&mut self, elements: &[Id]) -> Result<(), TorchError> {
+    fn elements(&mut self, elements: &[Id]) -> Result<(), FormatError> {
         elements.iter().enumerate().try_for_each(|(number, value)| self.below(number.to_string(), *value))
     }
 
-    fn below(&mut self, key: String, value: Id) -> Result<(), TorchError> {
+    fn below(&mut self, key: String, value: Id) -> Result<(), FormatError> {
         let bytes = key.len() + 1;
         self.path.push(key);
         self.path_bytes += bytes;
@@ -294,9 +288,9 @@ impl<'a> Walk<'a> {
     }
 
     /// The tensor that a value is, if it is one.
-    fn tensor(&self, id: Id) -> Result<Option<TorchTensor>, TorchError> {
+    fn tensor(&self, id: Id) -> Result<Option<TorchTensor>, FormatError> {
         let Some((callee, args, _)) = self.pickle.call(id) else { return Ok(None) };
-        let malformed = |expected| TorchError::malformed(&self.name(), expected);
+        let malformed = |expected| malformed(&self.name(), expected);
         match (callee.module.as_str(), callee.name.as_str()) {
             // A parameter holds its tensor.
             ("torch._utils", "_rebuild_parameter") | ("torch.nn.parameter", "Parameter") => {
@@ -314,7 +308,7 @@ impl<'a> Walk<'a> {
                 let is_plain =
                     matches!(class.name.as_str(), "Tensor" | "Parameter") && function.module == "torch._utils";
                 let inner = self.pickle.sequence(*inner).filter(|_| is_plain);
-                let inner = inner.ok_or_else(|| TorchError::unsupported(&self.name(), class))?;
+                let inner = inner.ok_or_else(|| unsupported(&self.name(), class))?;
                 self.rebuilt(&function.name, inner).map(Some)
             }
             ("torch._utils", rebuild) => self.rebuilt(rebuild, args).map(Some),
@@ -322,8 +316,8 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn rebuilt(&self, rebuild: &str, args: &[Id]) -> Result<TorchTensor, TorchError> {
-        let malformed = |expected| TorchError::malformed(&self.name(), expected);
+    fn rebuilt(&self, rebuild: &str, args: &[Id]) -> Result<TorchTensor, FormatError> {
+        let malformed = |expected| malformed(&self.name(), expected);
         let [storage, offset, sizes, strides, ..] = args else {
             return Err(malformed("storage, offset, sizes and strides"));
         };
@@ -335,7 +329,7 @@ impl<'a> Walk<'a> {
             ("_rebuild_tensor_v3", None) => {
                 let named = args.get(6).ok_or_else(|| malformed("a dtype"))?;
                 let PickleValue::Global(name) = self.pickle.value(*named) else { return Err(malformed("a dtype")) };
-                let unsupported = || TorchError::unsupported(&self.name(), name);
+                let unsupported = || unsupported(&self.name(), name);
                 (dtype_of(&name.name).ok_or_else(unsupported)?, 1, args.get(7))
             }
             _ => return Err(malformed("a typed storage, or bytes and a dtype")),
@@ -345,7 +339,7 @@ impl<'a> Walk<'a> {
             *self.pickle.value(*id) == PickleValue::None || self.pickle.items(*id).is_some_and(<[_]>::is_empty)
         };
         if !metadata.is_none_or(is_plain) {
-            return Err(TorchError::unsupported(&self.name(), "a tensor with metadata"));
+            return Err(unsupported(&self.name(), "a tensor with metadata"));
         }
         let numbers = |id: Id| self.numbers(id).ok_or_else(|| malformed("sizes and strides of whole numbers"));
         let (shape, strides) = (numbers(*sizes)?, numbers(*strides)?);
@@ -392,7 +386,7 @@ impl TorchTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pickle::read::{self as unpickle, Limits, PickleError};
+    use crate::pickle::read::{self as unpickle, Limits};
 
     /// Pickle of `{"model": OrderedDict(w=Parameter(ones(2, 3)), v=ones(4, 2).t(), f8=zeros(3, float8_e4m3fn)), "step": 3,
     /// "arr": [ones(1)]}` as torch 2.15 writes it.
@@ -406,7 +400,7 @@ X\x03\x00\x00\x00arrq(]q)h\x06((h\x07h\x08X\x01\x00\x00\x003q*h\x0aK\x01tq+QK\x0
 
     fn read(bytes: &[u8]) -> Result<Vec<TorchTensor>, String> {
         let pickle =
-            unpickle::read(bytes, Limits::default(), &is_allowed).map_err(|error: PickleError| error.to_string())?;
+            unpickle::read(bytes, Limits::default(), &is_allowed).map_err(|error: FormatError| error.to_string())?;
         tensors(&pickle).map_err(|error| error.to_string())
     }
 

@@ -15,8 +15,9 @@ use super::{
         write::Pickle,
     },
     distributed,
-    state::{TorchError, is_listed},
+    state::{is_listed, malformed, unsupported},
 };
+use crate::FormatError;
 
 /// Whether the files of DeepSpeed may name a class or function. Beside tensors and numbers, clients save what their schedulers and
 /// data loaders keep.
@@ -108,15 +109,11 @@ struct Of<'a> {
     pickle: &'a Unpickled,
 }
 
-fn malformed(name: &str, expected: &str) -> TorchError {
-    TorchError::malformed(name, expected)
-}
-
 /// Reads a file of model states.
 ///
 /// # Errors
-/// [`TorchError`]: it is not what DeepSpeed writes.
-pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, TorchError> {
+/// [`FormatError`]: it is not what DeepSpeed writes.
+pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, FormatError> {
     let (of, root) = (Of { pickle }, pickle.root());
     let names = of.member(root, "buffer_names")?;
     let names = pickle.sequence(names).or_else(|| set(pickle, names)).unwrap_or_default();
@@ -143,7 +140,7 @@ pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, TorchError> {
         Some(shared) => of.pairs("shared_params", shared)?,
         None => Vec::new(),
     };
-    let shared = shared.into_iter().map(|(name, id)| Ok((name, text(&id)?))).collect::<Result<_, TorchError>>()?;
+    let shared = shared.into_iter().map(|(name, id)| Ok((name, text(&id)?))).collect::<Result<_, FormatError>>()?;
     let module = match of.present(root, "module") {
         Some(module) => of.pairs("module", module)?,
         None => Vec::new(),
@@ -167,8 +164,8 @@ pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, TorchError> {
 /// Reads a file of optimizer states.
 ///
 /// # Errors
-/// [`TorchError`]: it is not what DeepSpeed writes with ZeRO.
-pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, TorchError> {
+/// [`FormatError`]: it is not what DeepSpeed writes with ZeRO.
+pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, FormatError> {
     let of = Of { pickle };
     let state = of.member(pickle.root(), "optimizer_state_dict")?;
     let stage = of.member(state, "zero_stage")?;
@@ -183,7 +180,7 @@ pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, TorchErro
         pickle.naturals(partitions).ok_or_else(|| malformed("partition_count", "numbers of partitions"))?;
     if of.present(state, "ds_zero_partition_groups").is_some() {
         let found = "a partition of experts over groups of ranks (AutoEP)";
-        return Err(TorchError::unsupported("ds_zero_partition_groups", found));
+        return Err(unsupported("ds_zero_partition_groups", found));
     }
     let key = if stage == 3 { "fp32_flat_groups" } else { "single_partition_of_fp32_groups" };
     let flat = of.member(state, key)?;
@@ -216,7 +213,7 @@ impl Of<'_> {
         self.pickle.item(state, key).filter(|id| *self.pickle.value(*id) != PickleValue::None)
     }
 
-    fn member(&self, state: Id, key: &'static str) -> Result<Id, TorchError> {
+    fn member(&self, state: Id, key: &'static str) -> Result<Id, FormatError> {
         self.present(state, key).ok_or_else(|| malformed("(file)", key))
     }
 
@@ -252,7 +249,7 @@ impl Of<'_> {
     }
 
     /// The items of a dictionary with text keys. A key that was set twice counts once, as it was set last.
-    fn pairs(&self, what: &str, id: Id) -> Result<Vec<Named>, TorchError> {
+    fn pairs(&self, what: &str, id: Id) -> Result<Vec<Named>, FormatError> {
         let items = self.pickle.items(id).ok_or_else(|| malformed(what, "a dict"))?;
         let mut pairs: Vec<Named> = Vec::with_capacity(items.len());
         for (key, value) in items {
@@ -262,7 +259,7 @@ impl Of<'_> {
         Ok(pairs)
     }
 
-    fn shapes(&self, what: &str, id: Id) -> Result<Vec<Shaped>, TorchError> {
+    fn shapes(&self, what: &str, id: Id) -> Result<Vec<Shaped>, FormatError> {
         let shape = |(name, id): Named| {
             let numbers = self.pickle.size(id);
             let numbers = self.pickle.sequence(numbers).and_then(|_| self.pickle.naturals(numbers));

@@ -12,6 +12,8 @@
 
 use ckfs_tensor::to_usize;
 
+use crate::FormatError;
+
 /// Bytes at the end of a file in which `find_directory` looks: the end record with the longest comment that it may have, and
 /// the 64-bit records before it.
 pub const TAIL_BYTES: u64 = 22 + 0xffff + 20 + 56;
@@ -22,21 +24,14 @@ pub(crate) const LOCAL_BYTES: u64 = 30;
 /// Most entries of an archive.
 pub const ENTRIES_MAX: u64 = 4 << 20;
 
-/// Why an archive is refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct ZipError(String);
+/// That a record is cut off, or does not begin with its mark.
+fn damaged(what: &str) -> FormatError {
+    FormatError(format!("zip: {what} is damaged"))
+}
 
-impl ZipError {
-    /// That a record is cut off, or does not begin with its mark.
-    fn damaged(what: &str) -> Self {
-        Self(format!("zip: {what} is damaged"))
-    }
-
-    /// That the directory, or an entry, lies beyond the file.
-    pub(crate) fn outside(start: u64, end: u64, len_bytes: u64) -> Self {
-        Self(format!("zip: the directory at bytes {start}..{end} is outside a file of {len_bytes} bytes"))
-    }
+/// That the directory, or an entry, lies beyond the file.
+pub(crate) fn outside(start: u64, end: u64, len_bytes: u64) -> FormatError {
+    FormatError(format!("zip: the directory at bytes {start}..{end} is outside a file of {len_bytes} bytes"))
 }
 
 /// Where the directory is.
@@ -103,8 +98,8 @@ impl Record<'_> {
 /// shorter.
 ///
 /// # Errors
-/// [`ZipError`]: there is no end record, or it points outside the file.
-pub(crate) fn find_directory(tail: &[u8], file_bytes: u64) -> Result<ZipDirectory, ZipError> {
+/// [`FormatError`]: there is no end record, or it points outside the file.
+pub(crate) fn find_directory(tail: &[u8], file_bytes: u64) -> Result<ZipDirectory, FormatError> {
     // The comment may hold anything, even the mark: the last place counts whose comment ends with the file.
     let ends_file = |at: &usize| {
         let record = Record(&tail[*at..]);
@@ -113,10 +108,10 @@ pub(crate) fn find_directory(tail: &[u8], file_bytes: u64) -> Result<ZipDirector
     };
     let at = tail.len().checked_sub(END_BYTES).and_then(|last| (0..=last).rev().find(ends_file));
     let searched = tail.len();
-    let at = at.ok_or_else(|| ZipError(format!("not a zip archive: no end record in the last {searched} bytes")))?;
+    let at = at.ok_or_else(|| FormatError(format!("not a zip archive: no end record in the last {searched} bytes")))?;
     let record = Record(&tail[at..]);
     let (Some(entries), Some(len), Some(start)) = (record.u16(10), record.u32(12), record.u32(16)) else {
-        return Err(ZipError::damaged("the end record"));
+        return Err(damaged("the end record"));
     };
     let (mut entries, mut len, mut start) = (u64::from(entries), u64::from(len), u64::from(start));
     let is_wide = entries == u64::from(u16::MAX) || len == u64::from(ELSEWHERE) || start == u64::from(ELSEWHERE);
@@ -125,17 +120,17 @@ pub(crate) fn find_directory(tail: &[u8], file_bytes: u64) -> Result<ZipDirector
     }
     let end = start.saturating_add(len);
     if end > file_bytes - (tail.len() - at) as u64 {
-        return Err(ZipError::outside(start, end, file_bytes));
+        return Err(outside(start, end, file_bytes));
     }
     // No more than there can be.
     if entries > ENTRIES_MAX || entries > len / ENTRY_BYTES as u64 {
-        return Err(ZipError(format!("zip: {entries} entries: expected at most {ENTRIES_MAX}")));
+        return Err(FormatError(format!("zip: {entries} entries: expected at most {ENTRIES_MAX}")));
     }
     Ok(ZipDirectory { start, end, entries })
 }
 
 /// Entries, length and start of the directory by the 64-bit record, if there is one before the end record at `at`.
-fn wide_end(tail: &[u8], at: usize, file_bytes: u64) -> Option<Result<(u64, u64, u64), ZipError>> {
+fn wide_end(tail: &[u8], at: usize, file_bytes: u64) -> Option<Result<(u64, u64, u64), FormatError>> {
     let locator_at = at.checked_sub(WIDE_LOCATOR_BYTES)?;
     let locator = Record(&tail[locator_at..at]);
     if locator.u32(0)? != WIDE_LOCATOR_MARK {
@@ -148,15 +143,15 @@ fn wide_end(tail: &[u8], at: usize, file_bytes: u64) -> Option<Result<(u64, u64,
         (record.u32(0)? == WIDE_END_MARK).then_some(())?;
         Some((record.u64(32)?, record.u64(40)?, record.u64(48)?))
     };
-    Some(read().ok_or_else(|| ZipError::damaged("the 64-bit end record")))
+    Some(read().ok_or_else(|| damaged("the 64-bit end record")))
 }
 
 /// The entries of a directory, of which `bytes` are all.
 ///
 /// # Errors
-/// [`ZipError`].
-pub(crate) fn parse_directory(bytes: &[u8], directory: ZipDirectory) -> Result<Vec<ZipEntry>, ZipError> {
-    let damaged = || ZipError::damaged("the directory");
+/// [`FormatError`].
+pub(crate) fn parse_directory(bytes: &[u8], directory: ZipDirectory) -> Result<Vec<ZipEntry>, FormatError> {
+    let damaged = || damaged("the directory");
     let mut entries = Vec::new();
     let mut rest = bytes;
     for _ in 0..directory.entries {
@@ -220,17 +215,18 @@ impl ZipEntry {
     /// extra fields must fill their room: a damaged length is noticed.
     ///
     /// # Errors
-    /// [`ZipError`]: it is compressed, encrypted, damaged or outside the file.
-    pub fn data_start(&self, local: &[u8], file_bytes: u64) -> Result<u64, ZipError> {
-        let refused =
-            |how: String| Err(ZipError(format!("zip: entry {:?} is {how}; only stored entries are read", self.name)));
+    /// [`FormatError`]: it is compressed, encrypted, damaged or outside the file.
+    pub fn data_start(&self, local: &[u8], file_bytes: u64) -> Result<u64, FormatError> {
+        let refused = |how: String| {
+            Err(FormatError(format!("zip: entry {:?} is {how}; only stored entries are read", self.name)))
+        };
         if self.flags & ENCRYPTED != 0 {
             return refused("encrypted".to_owned());
         }
         if self.method != STORED {
             return refused(format!("compressed by method {}", self.method));
         }
-        let damaged = || ZipError::damaged("a local header");
+        let damaged = || damaged("a local header");
         let names = local.get(to_usize(LOCAL_BYTES)..).and_then(|rest| {
             let (name, rest) = rest.split_at_checked(usize::from(Record(local).u16(26)?))?;
             Some((name, rest.get(..usize::from(Record(local).u16(28)?))?))
@@ -239,7 +235,7 @@ impl ZipEntry {
         let start = self.header_start.checked_add(len).filter(|_| name == self.name.as_bytes());
         let start = start.filter(|_| wide_fields(extra).is_some()).ok_or_else(damaged)?;
         let end = start.saturating_add(self.len_bytes);
-        if end <= file_bytes { Ok(start) } else { Err(ZipError::outside(start, end, file_bytes)) }
+        if end <= file_bytes { Ok(start) } else { Err(outside(start, end, file_bytes)) }
     }
 }
 
@@ -259,7 +255,7 @@ mod tests {
         bytes
     }
 
-    fn list(bytes: &[u8]) -> Result<Vec<(String, Vec<u8>)>, ZipError> {
+    fn list(bytes: &[u8]) -> Result<Vec<(String, Vec<u8>)>, FormatError> {
         let len = bytes.len() as u64;
         let tail = &bytes[bytes.len() - bytes.len().min(usize::try_from(TAIL_BYTES).unwrap())..];
         let directory = find_directory(tail, len)?;

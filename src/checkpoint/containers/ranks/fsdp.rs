@@ -125,7 +125,7 @@ fn compare_note(job: &RankJob<'_>, world: u64) -> Result<(), String> {
 
 /// What the file of a rank says.
 fn rank_state(opened: &OpenedArchive, file: FileId, rank: u64) -> Result<RankState, String> {
-    let text = |error: state::TorchError| error.to_string();
+    let text = |error: ckfs_format::FormatError| error.to_string();
     let state::Leaves { tensors: leaves, others } =
         state::leaves(&opened.pickle, opened.pickle.root()).map_err(text)?;
     let mut reader = RankReader::new(&opened.pickle, rank);

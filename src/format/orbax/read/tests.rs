@@ -115,7 +115,7 @@ fn arrays_of_orbax_are_read_bit_for_bit() {
     }
 }
 
-fn tree(leaves: &Value) -> Result<Tree, OrbaxError> {
+fn tree(leaves: &Value) -> Result<Tree, FormatError> {
     Tree::parse(json!({"tree_metadata": leaves}).to_string().as_bytes())
 }
 

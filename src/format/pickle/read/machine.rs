@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use ckfs_host::parse_room::{HeldRoom, ParseRoom};
 
 use super::value::{Id, Name, Object, PickleValue, Unpickled};
+use crate::FormatError;
 
 /// Bounds on what one pickle may ask for.
 #[derive(Clone, Copy, Debug)]
@@ -23,17 +24,12 @@ impl Default for Limits {
     }
 }
 
-/// Why a pickle is refused. Offsets are those of the instruction.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("pickle: {0}")]
-pub struct PickleError(String);
-
 /// Reads the pickle that `bytes` begin with. `allowed` is the closed list: it is asked for each class and function that the
 /// pickle names, with module and name.
 ///
 /// # Errors
-/// [`PickleError`], the first that is met.
-pub fn read(bytes: &[u8], limits: Limits, allowed: &dyn Fn(&str, &str) -> bool) -> Result<Unpickled, PickleError> {
+/// [`FormatError`], the first that is met.
+pub fn read(bytes: &[u8], limits: Limits, allowed: &dyn Fn(&str, &str) -> bool) -> Result<Unpickled, FormatError> {
     Machine {
         bytes,
         at: 0,
@@ -81,7 +77,7 @@ const MEMO_ENTRY_BYTES: usize = 24;
 const PROTOCOL_MAX: u8 = 5;
 
 impl<'a> Machine<'a> {
-    fn run(mut self) -> Result<Unpickled, PickleError> {
+    fn run(mut self) -> Result<Unpickled, FormatError> {
         loop {
             self.opcode_at = self.at;
             let opcode = self.byte()?;
@@ -94,7 +90,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Carries out one instruction. Their names are those of Python's `pickletools`.
-    fn step(&mut self, opcode: u8) -> Result<(), PickleError> {
+    fn step(&mut self, opcode: u8) -> Result<(), FormatError> {
         let value = match opcode {
             b'N' => PickleValue::None,                                          // NONE
             0x88 => PickleValue::Bool(true),                                    // NEWTRUE
@@ -137,12 +133,12 @@ impl<'a> Machine<'a> {
     }
 
     /// Carries out an instruction that does more, or less, than to push a value.
-    fn act(&mut self, opcode: u8) -> Result<(), PickleError> {
+    fn act(&mut self, opcode: u8) -> Result<(), FormatError> {
         match opcode {
             // PROTO
             0x80 => match self.byte()? {
                 found if found > PROTOCOL_MAX => {
-                    Err(PickleError(format!("protocol {found}: expected at most {PROTOCOL_MAX}")))
+                    Err(FormatError(format!("pickle: protocol {found}: expected at most {PROTOCOL_MAX}")))
                 }
                 _ => Ok(()),
             },
@@ -211,12 +207,12 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn get(&mut self, number: u32) -> Result<(), PickleError> {
+    fn get(&mut self, number: u32) -> Result<(), FormatError> {
         let missing = || self.refused(format_args!("nothing was stored under number {number}"));
         self.push_id(self.memo.get(&number).copied().ok_or_else(missing)?)
     }
 
-    fn put(&mut self, number: u32) -> Result<(), PickleError> {
+    fn put(&mut self, number: u32) -> Result<(), FormatError> {
         let top = self.top()?;
         self.memo.insert(number, top);
         self.count(MEMO_ENTRY_BYTES)?;
@@ -224,7 +220,7 @@ impl<'a> Machine<'a> {
     }
 
     /// An integer of `len` bytes.
-    fn long(&mut self, len: usize) -> Result<PickleValue, PickleError> {
+    fn long(&mut self, len: usize) -> Result<PickleValue, FormatError> {
         let bytes = self.take(len)?;
         let negative = bytes.last().is_some_and(|top| top & 0x80 != 0);
         let mut wide = [if negative { 0xff } else { 0 }; 16];
@@ -233,13 +229,13 @@ impl<'a> Machine<'a> {
         Ok(PickleValue::Int(i128::from_le_bytes(wide)))
     }
 
-    fn text(&mut self, len: usize) -> Result<PickleValue, PickleError> {
+    fn text(&mut self, len: usize) -> Result<PickleValue, FormatError> {
         let bytes = self.raw(len)?;
         Ok(PickleValue::Text(std::str::from_utf8(bytes).map_err(|_| self.not_utf8())?.into()))
     }
 
     /// Bytes of a text or a byte string.
-    fn raw(&mut self, len: usize) -> Result<&'a [u8], PickleError> {
+    fn raw(&mut self, len: usize) -> Result<&'a [u8], FormatError> {
         let bytes = self.take(len)?;
         self.text_bytes += len as u64;
         self.bounded(self.text_bytes, self.limits.text_bytes_max, "bytes of text")?;
@@ -247,13 +243,13 @@ impl<'a> Machine<'a> {
     }
 
     /// The topmost value, which is changed.
-    fn container(&mut self) -> Result<&mut PickleValue, PickleError> {
+    fn container(&mut self) -> Result<&mut PickleValue, FormatError> {
         let top = self.top()?;
         Ok(&mut self.values[top.0 as usize])
     }
 
     /// Puts elements into the list, or the set, on top.
-    fn extend(&mut self, added: Vec<Id>, is_set: bool) -> Result<(), PickleError> {
+    fn extend(&mut self, added: Vec<Id>, is_set: bool) -> Result<(), FormatError> {
         self.count(added.len() * size_of::<Id>() * 2)?;
         match (self.container()?, is_set) {
             (PickleValue::List(elements), false) | (PickleValue::Set(elements), true) => elements.extend(added),
@@ -267,7 +263,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Puts keys and values, which take turns, into the dictionary on top.
-    fn set(&mut self, flat: &[Id]) -> Result<(), PickleError> {
+    fn set(&mut self, flat: &[Id]) -> Result<(), FormatError> {
         self.count(size_of_val(flat) * 2)?;
         let pairs = self.pairs(flat)?;
         let target = self.container()?;
@@ -283,7 +279,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Notes what would be called with which arguments.
-    fn call(&mut self, is_new: bool) -> Result<(), PickleError> {
+    fn call(&mut self, is_new: bool) -> Result<(), FormatError> {
         let (args, callee) = (self.pop()?, self.pop()?);
         // One value may stand in both places, by DUP or by its number.
         let found = &self.values[callee.0 as usize];
@@ -316,7 +312,7 @@ impl<'a> Machine<'a> {
         is_getattr.then(|| Name { module: class.module.clone(), name: format!("{}.{attribute}", class.name) })
     }
 
-    fn global(&mut self, module: String, name: String) -> Result<(), PickleError> {
+    fn global(&mut self, module: String, name: String) -> Result<(), FormatError> {
         let name = Name { module, name };
         if !(self.allowed)(&name.module, &name.name) {
             let problem = format_args!("{name} is not on the list of what a checkpoint may hold; nothing was run");
@@ -327,7 +323,7 @@ impl<'a> Machine<'a> {
         self.push(PickleValue::Global(name))
     }
 
-    fn pairs(&self, flat: &[Id]) -> Result<Vec<(Id, Id)>, PickleError> {
+    fn pairs(&self, flat: &[Id]) -> Result<Vec<(Id, Id)>, FormatError> {
         let (pairs, rest) = flat.as_chunks::<2>();
         if rest.is_empty() {
             Ok(pairs.iter().map(|[key, value]| (*key, *value)).collect())
@@ -336,7 +332,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn push(&mut self, value: PickleValue) -> Result<(), PickleError> {
+    fn push(&mut self, value: PickleValue) -> Result<(), FormatError> {
         let limit = || self.limit("values", u64::from(self.limits.values_max));
         let id = u32::try_from(self.values.len()).ok().filter(|id| *id < self.limits.values_max).ok_or_else(limit)?;
         self.count(size_of::<PickleValue>() + value.owned_bytes())?;
@@ -345,14 +341,14 @@ impl<'a> Machine<'a> {
     }
 
     /// The stack holds references, of which one value may have many.
-    fn push_id(&mut self, id: Id) -> Result<(), PickleError> {
+    fn push_id(&mut self, id: Id) -> Result<(), FormatError> {
         self.stack.push(id);
         self.count_stack()?;
         self.bounded(self.stack.len() as u64, u64::from(self.limits.values_max), "values on the stack")
     }
 
     /// Counts bytes that the pickle takes in memory.
-    fn count(&mut self, bytes: usize) -> Result<(), PickleError> {
+    fn count(&mut self, bytes: usize) -> Result<(), FormatError> {
         self.uncounted_bytes += bytes;
         if self.uncounted_bytes < COUNTED_BYTES {
             return Ok(());
@@ -361,7 +357,7 @@ impl<'a> Machine<'a> {
         counted.map_err(|full| self.refused(full))
     }
 
-    fn count_stack(&mut self) -> Result<(), PickleError> {
+    fn count_stack(&mut self) -> Result<(), FormatError> {
         let len = self.stack.len() + self.marks.len();
         if len <= self.stack_max {
             return Ok(());
@@ -371,20 +367,20 @@ impl<'a> Machine<'a> {
     }
 
     /// The topmost value above the last mark.
-    fn top(&self) -> Result<Id, PickleError> {
+    fn top(&self) -> Result<Id, FormatError> {
         let floor = self.marks.last().copied().unwrap_or(0);
         let found = if self.marks.is_empty() { "an empty stack" } else { "a mark" };
         let missing = || self.operand("a value on the stack", found);
         self.stack.get(floor..).and_then(|above| above.last().copied()).ok_or_else(missing)
     }
 
-    fn pop(&mut self) -> Result<Id, PickleError> {
+    fn pop(&mut self) -> Result<Id, FormatError> {
         let top = self.top()?;
         self.stack.pop();
         Ok(top)
     }
 
-    fn pop_text(&mut self) -> Result<String, PickleError> {
+    fn pop_text(&mut self) -> Result<String, FormatError> {
         let id = self.pop()?;
         let value = &self.values[id.0 as usize];
         let PickleValue::Text(text) = value else {
@@ -394,41 +390,41 @@ impl<'a> Machine<'a> {
     }
 
     /// Takes what lies above the last mark, and the mark.
-    fn above_mark(&mut self) -> Result<Vec<Id>, PickleError> {
+    fn above_mark(&mut self) -> Result<Vec<Id>, FormatError> {
         let mark = self.marks.pop().ok_or_else(|| self.operand("a mark", "none"))?;
         Ok(self.stack.split_off(mark))
     }
 
-    fn byte(&mut self) -> Result<u8, PickleError> {
+    fn byte(&mut self) -> Result<u8, FormatError> {
         self.array::<1>().map(|[byte]| byte)
     }
 
-    fn u32(&mut self) -> Result<u32, PickleError> {
+    fn u32(&mut self) -> Result<u32, FormatError> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    fn short(&mut self) -> Result<usize, PickleError> {
+    fn short(&mut self) -> Result<usize, FormatError> {
         self.byte().map(usize::from)
     }
 
-    fn len64(&mut self) -> Result<usize, PickleError> {
+    fn len64(&mut self) -> Result<usize, FormatError> {
         let len = u64::from_le_bytes(self.array()?);
         usize::try_from(len).map_err(|_| self.truncated())
     }
 
-    fn len32(&mut self) -> Result<usize, PickleError> {
+    fn len32(&mut self) -> Result<usize, FormatError> {
         // Of 32 bits, so that it fits memory.
         usize::try_from(self.u32()?).map_err(|_| self.truncated())
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], PickleError> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], FormatError> {
         let rest = self.bytes.get(self.at..).and_then(<[u8]>::first_chunk::<N>);
         let bytes = *rest.ok_or_else(|| self.truncated())?;
         self.at += N;
         Ok(bytes)
     }
 
-    fn take(&mut self, len: usize) -> Result<&'a [u8], PickleError> {
+    fn take(&mut self, len: usize) -> Result<&'a [u8], FormatError> {
         let end = self.at.checked_add(len);
         let taken = end.and_then(|end| self.bytes.get(self.at..end));
         let taken = taken.ok_or_else(|| self.truncated())?;
@@ -437,7 +433,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Text up to the end of its line.
-    fn line(&mut self) -> Result<&'a str, PickleError> {
+    fn line(&mut self) -> Result<&'a str, FormatError> {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
         let len = rest.iter().position(|byte| *byte == b'\n').ok_or_else(|| self.truncated())?;
         let line = self.take(len)?;
@@ -445,30 +441,30 @@ impl<'a> Machine<'a> {
         std::str::from_utf8(line).map_err(|_| self.not_utf8())
     }
 
-    fn limit(&self, what: &'static str, limit: u64) -> PickleError {
+    fn limit(&self, what: &'static str, limit: u64) -> FormatError {
         self.refused(format_args!("more than {limit} {what}"))
     }
 
     /// That the present instruction cannot be carried out.
-    fn refused(&self, problem: impl std::fmt::Display) -> PickleError {
-        PickleError(format!("byte {}: {problem}", self.opcode_at))
+    fn refused(&self, problem: impl std::fmt::Display) -> FormatError {
+        FormatError(format!("pickle: byte {}: {problem}", self.opcode_at))
     }
 
     /// That it needs other operands than those on the stack.
-    fn operand(&self, expected: &str, found: &str) -> PickleError {
+    fn operand(&self, expected: &str, found: &str) -> FormatError {
         self.refused(format_args!("expected {expected}, found {found}"))
     }
 
-    fn not_utf8(&self) -> PickleError {
+    fn not_utf8(&self) -> FormatError {
         self.refused("text is not UTF-8")
     }
 
     /// That the input ends within an instruction, or before the last one.
-    fn truncated(&self) -> PickleError {
-        PickleError(format!("ends at byte {} before it is complete", self.bytes.len()))
+    fn truncated(&self) -> FormatError {
+        FormatError(format!("pickle: ends at byte {} before it is complete", self.bytes.len()))
     }
 
-    fn bounded(&self, found: u64, limit: u64, what: &'static str) -> Result<(), PickleError> {
+    fn bounded(&self, found: u64, limit: u64, what: &'static str) -> Result<(), FormatError> {
         if found <= limit { Ok(()) } else { Err(self.limit(what, limit)) }
     }
 }

@@ -15,7 +15,7 @@
 mod machine;
 mod value;
 
-pub use machine::{Limits, PickleError, read};
+pub use machine::{Limits, read};
 pub use value::{Id, Name, Object, PickleValue, Unpickled};
 
 #[cfg(test)]

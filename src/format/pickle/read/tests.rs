@@ -3,8 +3,9 @@
 use ckfs_host::parse_room::ParseRoom;
 
 use super::{machine, *};
+use crate::FormatError;
 
-fn read(bytes: &[u8]) -> Result<Unpickled, PickleError> {
+fn read(bytes: &[u8]) -> Result<Unpickled, FormatError> {
     machine::read(bytes, Limits::default(), &|module, _| module == "collections")
 }
 

@@ -2,6 +2,8 @@
 
 use std::fmt::Display;
 
+use crate::FormatError;
+
 use ckfs_tensor::{DType, PerAxis, RANK_MAX};
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -12,21 +14,19 @@ const NESTING_MAX: usize = 4;
 /// Most codecs of one chain.
 const CODECS_MAX: usize = 16;
 
-/// What is wrong with the description of an array.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("zarr: {0}")]
-pub struct MetadataError(pub(super) String);
-
 /// What is wrong with a chunk.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("zarr {0}")]
 pub struct ChunkError(pub(super) String);
 
-impl MetadataError {
-    /// Valid, but not read here. The advice is empty or begins with a colon.
-    pub(super) fn unsupported(what: &str, found: impl Display, advice: &str) -> Self {
-        Self(format!("{what} {found} is not supported{advice}"))
-    }
+/// What is wrong with the description of an array.
+pub(super) fn refused(problem: impl Display) -> FormatError {
+    FormatError(format!("zarr: {problem}"))
+}
+
+/// Valid, but not read here. The advice is empty or begins with a colon.
+pub(super) fn unsupported(what: &str, found: impl Display, advice: &str) -> FormatError {
+    refused(format_args!("{what} {found} is not supported{advice}"))
 }
 
 impl ChunkError {
@@ -131,7 +131,7 @@ struct Whole {
 }
 
 /// The name and settings of an extension point.
-pub(super) fn named(value: &Value, member: &'static str) -> Result<(String, Map<String, Value>), MetadataError> {
+pub(super) fn named(value: &Value, member: &'static str) -> Result<(String, Map<String, Value>), FormatError> {
     match Named::deserialize(value) {
         Ok(Named::Name(name)) => Ok((name, Map::new())),
         Ok(Named::Whole(Whole { name, configuration })) => Ok((name, configuration)),
@@ -139,8 +139,8 @@ pub(super) fn named(value: &Value, member: &'static str) -> Result<(String, Map<
     }
 }
 
-pub(super) fn wrong(member: &'static str, expected: impl Display, found: impl Display) -> MetadataError {
-    MetadataError(format!("{member}: expected {expected}, found {}", shortened(&found.to_string())))
+pub(super) fn wrong(member: &'static str, expected: impl Display, found: impl Display) -> FormatError {
+    refused(format_args!("{member}: expected {expected}, found {}", shortened(&found.to_string())))
 }
 
 /// A value as a message shows it: its first hundred characters.
@@ -154,14 +154,14 @@ pub(super) fn check_known(
     configuration: &Map<String, Value>,
     member: &'static str,
     known: &[&str],
-) -> Result<(), MetadataError> {
+) -> Result<(), FormatError> {
     match configuration.keys().find(|key| !known.contains(&key.as_str())) {
         None => Ok(()),
         Some(found) => Err(wrong(member, format!("settings among {known:?}"), format!("{found:?}"))),
     }
 }
 
-pub(super) fn extents(value: Option<&Value>, member: &'static str) -> Result<PerAxis, MetadataError> {
+pub(super) fn extents(value: Option<&Value>, member: &'static str) -> Result<PerAxis, FormatError> {
     let numbers = value.and_then(Value::as_array).and_then(|all| all.iter().map(Value::as_u64).collect());
     let numbers: PerAxis =
         numbers.ok_or_else(|| wrong(member, "a list of whole numbers", value.unwrap_or(&Value::Null)))?;
@@ -178,7 +178,7 @@ impl Codecs {
     }
 
     /// Reads the codecs of chunks of this shape.
-    pub(super) fn parse(list: &[Value], dtype: DType, chunk: &[u64], depth: usize) -> Result<Self, MetadataError> {
+    pub(super) fn parse(list: &[Value], dtype: DType, chunk: &[u64], depth: usize) -> Result<Self, FormatError> {
         const MEMBER: &str = "codecs";
         if list.len() > CODECS_MAX {
             return Err(wrong(MEMBER, format!("at most {CODECS_MAX} codecs"), list.len()));
@@ -222,7 +222,7 @@ impl Codecs {
                 None => return Err(wrong(MEMBER, "\"bytes\" before a codec of bytes", name)),
                 // An index at the end of a shard could not be found, and no range of it read.
                 Some(ArrayBytes::Shard(_)) => {
-                    return Err(MetadataError::unsupported("a codec after sharding_indexed,", name, ""));
+                    return Err(unsupported("a codec after sharding_indexed,", name, ""));
                 }
                 Some(ArrayBytes::Elements { .. }) => packings.push(packing),
             }
@@ -256,12 +256,12 @@ impl Codecs {
     }
 }
 
-pub(super) fn unsupported_codec(name: &str) -> MetadataError {
+pub(super) fn unsupported_codec(name: &str) -> FormatError {
     let advice = match name {
         "blosc" => ": Orbax never writes it; write the checkpoint with zstd, or without compression",
         _ => ": expected one of transpose, bytes, sharding_indexed, zstd, gzip, crc32c",
     };
-    MetadataError::unsupported("codec", format_args!("{:?}", shortened(name)), advice)
+    unsupported("codec", format_args!("{:?}", shortened(name)), advice)
 }
 
 fn stored_shape(order: Option<&[u64]>, chunk: &[u64]) -> PerAxis {
@@ -271,7 +271,7 @@ fn stored_shape(order: Option<&[u64]>, chunk: &[u64]) -> PerAxis {
     }
 }
 
-fn parse_order(configuration: &Map<String, Value>, rank: usize) -> Result<PerAxis, MetadataError> {
+fn parse_order(configuration: &Map<String, Value>, rank: usize) -> Result<PerAxis, FormatError> {
     const MEMBER: &str = "transpose";
     check_known(configuration, MEMBER, &["order"])?;
     let rank = rank as u64;
@@ -292,7 +292,7 @@ fn parse_order(configuration: &Map<String, Value>, rank: usize) -> Result<PerAxi
 }
 
 /// Whether elements have their highest byte first.
-fn parse_endian(configuration: &Map<String, Value>, dtype: DType) -> Result<bool, MetadataError> {
+fn parse_endian(configuration: &Map<String, Value>, dtype: DType) -> Result<bool, FormatError> {
     check_known(configuration, "bytes", &["endian"])?;
     match configuration.get("endian") {
         Some(Value::String(endian)) if endian == "little" => Ok(false),
@@ -312,7 +312,7 @@ impl ShardCodec {
         dtype: DType,
         shard: &[u64],
         depth: usize,
-    ) -> Result<Self, MetadataError> {
+    ) -> Result<Self, FormatError> {
         const MEMBER: &str = "sharding_indexed";
         if depth == NESTING_MAX {
             return Err(wrong(MEMBER, format!("at most {NESTING_MAX} shards within each other"), "more"));
@@ -333,7 +333,7 @@ impl ShardCodec {
             // The index must have a length that is known before it is read.
             let found = shortened(&configuration["index_codecs"].to_string());
             let advice = ": expected bytes, or bytes and crc32c";
-            return Err(MetadataError::unsupported("index of shards with codecs", found, advice));
+            return Err(unsupported("index of shards with codecs", found, advice));
         };
         let index_is_first = match configuration.get("index_location") {
             None => false,

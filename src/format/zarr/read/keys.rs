@@ -5,7 +5,8 @@ use std::fmt::Write as _;
 use ckfs_tensor::PerAxis;
 use serde_json::{Map, Value};
 
-use super::codec::{MetadataError, check_known, shortened, wrong};
+use super::codec::{check_known, shortened, unsupported, wrong};
+use crate::FormatError;
 
 /// How chunks are named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,11 +48,11 @@ impl Keys {
         words.split(self.separator).map(number).collect::<Option<PerAxis>>().filter(|numbers| numbers.len() == rank)
     }
 
-    pub(super) fn version_2(separator: &str) -> Result<Self, MetadataError> {
+    pub(super) fn version_2(separator: &str) -> Result<Self, FormatError> {
         Ok(Self { separator: parse_separator(separator)?, has_head: false })
     }
 
-    pub(super) fn version_3(encoding: &str, configuration: &Map<String, Value>) -> Result<Self, MetadataError> {
+    pub(super) fn version_3(encoding: &str, configuration: &Map<String, Value>) -> Result<Self, FormatError> {
         check_known(configuration, "chunk_key_encoding", &["separator"])?;
         let separator = |default| match configuration.get("separator") {
             None => parse_separator(default),
@@ -63,13 +64,13 @@ impl Keys {
             "v2" => Ok(Self { separator: separator(".")?, has_head: false }),
             _ => {
                 let found = format_args!("{:?}", shortened(encoding));
-                Err(MetadataError::unsupported("chunk key encoding", found, ": expected \"default\" or \"v2\""))
+                Err(unsupported("chunk key encoding", found, ": expected \"default\" or \"v2\""))
             }
         }
     }
 }
 
-fn parse_separator(text: &str) -> Result<char, MetadataError> {
+fn parse_separator(text: &str) -> Result<char, FormatError> {
     match text {
         "." => Ok('.'),
         "/" => Ok('/'),

@@ -7,12 +7,13 @@ use serde_json::{Map, Value};
 use super::{
     super::super::json::{self, JsonForm},
     codec::{
-        ArrayBytes, Codecs, MetadataError, Packing, ShardCodec, check_known, extents, named, shortened,
+        ArrayBytes, Codecs, Packing, ShardCodec, check_known, extents, named, refused, shortened, unsupported,
         unsupported_codec, wrong,
     },
     keys::Keys,
     value::{self, ElementBytes},
 };
+use crate::FormatError;
 use crate::safetensors::tensor_bytes;
 
 pub use super::super::write::ZARRAY;
@@ -76,27 +77,27 @@ struct Version3 {
     others: Map<String, Value>,
 }
 
-fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, MetadataError> {
+fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, FormatError> {
     let (limit, found) = (METADATA_BYTES_MAX, bytes.len());
     if found > limit {
-        return Err(MetadataError(format!("a description of {found} bytes: expected at most {limit}")));
+        return Err(refused(format_args!("a description of {found} bytes: expected at most {limit}")));
     }
-    json::parse(bytes, JsonForm::Rows).map_err(|error| MetadataError(error.to_string()))
+    json::parse(bytes, JsonForm::Rows).map_err(refused)
 }
 
 impl Array {
     /// Reads a [`ZARRAY`].
     ///
     /// # Errors
-    /// [`MetadataError`], the first fault that is met.
-    pub fn parse_v2(bytes: &[u8]) -> Result<Self, MetadataError> {
+    /// [`FormatError`], the first fault that is met.
+    pub fn parse_v2(bytes: &[u8]) -> Result<Self, FormatError> {
         let Version2 { zarr_format, shape, chunks, dtype, compressor, fill_value, order, filters, dimension_separator } =
             parse(bytes)?;
         if zarr_format != 2 {
             return Err(wrong("zarr_format", 2, zarr_format));
         }
         if filters.as_array().map_or(!filters.is_null(), |all| !all.is_empty()) {
-            return Err(MetadataError::unsupported("filters", shortened(&filters.to_string()), ""));
+            return Err(unsupported("filters", shortened(&filters.to_string()), ""));
         }
         let (dtype, is_big_endian) = value::dtype_v2(&dtype)?;
         let (shape, chunk) = shapes(&shape, &chunks, dtype, "chunks")?;
@@ -114,8 +115,8 @@ impl Array {
     /// Reads a [`ZARR_JSON`] of an array.
     ///
     /// # Errors
-    /// [`MetadataError`], the first fault that is met.
-    pub fn parse_v3(bytes: &[u8]) -> Result<Self, MetadataError> {
+    /// [`FormatError`], the first fault that is met.
+    pub fn parse_v3(bytes: &[u8]) -> Result<Self, FormatError> {
         let found: Version3 = parse(bytes)?;
         if found.zarr_format != 3 {
             return Err(wrong("zarr_format", 3, found.zarr_format));
@@ -125,17 +126,17 @@ impl Array {
         }
         let may_be_passed_over = |value: &Value| value.get("must_understand") == Some(&Value::Bool(false));
         if let Some((name, _)) = found.others.iter().find(|(_, value)| !may_be_passed_over(value)) {
-            return Err(MetadataError::unsupported("member", format_args!("{:?}", shortened(name)), ""));
+            return Err(unsupported("member", format_args!("{:?}", shortened(name)), ""));
         }
         if let Some(transformer) = found.storage_transformers.first() {
             let found = shortened(&transformer.to_string());
-            return Err(MetadataError::unsupported("storage transformer", found, ""));
+            return Err(unsupported("storage transformer", found, ""));
         }
         let dtype = value::dtype_v3(&found.data_type)?;
         let (grid, configuration) = named(&found.chunk_grid, "chunk_grid")?;
         if grid != "regular" {
             let found = format_args!("{:?}", shortened(&grid));
-            return Err(MetadataError::unsupported("chunk grid", found, ": expected \"regular\""));
+            return Err(unsupported("chunk grid", found, ": expected \"regular\""));
         }
         check_known(&configuration, "chunk_grid", &["chunk_shape"])?;
         let chunk = extents(configuration.get("chunk_shape"), "chunk_shape")?;
@@ -190,7 +191,7 @@ impl ShardCodec {
 }
 
 /// The shapes of an array and of its chunks, checked against each other.
-fn shapes(shape: &[u64], chunk: &[u64], dtype: DType, member: &'static str) -> Result<(Shape, PerAxis), MetadataError> {
+fn shapes(shape: &[u64], chunk: &[u64], dtype: DType, member: &'static str) -> Result<(Shape, PerAxis), FormatError> {
     if shape.len() > RANK_MAX {
         return Err(wrong("shape", format!("at most {RANK_MAX} axes"), shape.len()));
     }
@@ -205,7 +206,7 @@ fn shapes(shape: &[u64], chunk: &[u64], dtype: DType, member: &'static str) -> R
     Ok((shape, PerAxis::from_slice(chunk)))
 }
 
-fn compressor_v2(compressor: &Value) -> Result<Vec<Packing>, MetadataError> {
+fn compressor_v2(compressor: &Value) -> Result<Vec<Packing>, FormatError> {
     let Value::Object(settings) = compressor else {
         let wrong = wrong("compressor", "null or a compressor", compressor);
         return if compressor.is_null() { Ok(Vec::new()) } else { Err(wrong) };

@@ -21,7 +21,7 @@ mod metadata;
 mod reference;
 mod value;
 
-pub use codec::{ArrayBytes, ChunkError, Codecs, MetadataError, Packing, ShardCodec};
+pub use codec::{ArrayBytes, ChunkError, Codecs, Packing, ShardCodec};
 pub use metadata::{Array, METADATA_BYTES_MAX, ZARR_JSON, ZARRAY};
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use ckfs_tensor::{PerAxis, to_usize};
 use serde_json::{Value, json};
 
 use super::*;
+use crate::FormatError;
 use crate::hexadecimal::bytes_of;
 
 #[derive(serde::Deserialize)]
@@ -25,7 +26,7 @@ fn case(name: &str) -> Case {
     cases().into_iter().find(|case| case.name == name).unwrap()
 }
 
-fn parse(version: u64, metadata: &str) -> Result<Array, MetadataError> {
+fn parse(version: u64, metadata: &str) -> Result<Array, FormatError> {
     if version == 2 { Array::parse_v2(metadata.as_bytes()) } else { Array::parse_v3(metadata.as_bytes()) }
 }
 
@@ -247,7 +248,7 @@ fn a_chunk_that_grows_beyond_its_shape_is_refused() {
 }
 
 /// A valid description of version 3 with one member replaced.
-fn with(member: &str, value: Value) -> Result<Array, MetadataError> {
+fn with(member: &str, value: Value) -> Result<Array, FormatError> {
     let mut description = json!({
         "zarr_format": 3, "node_type": "array", "shape": [4, 6], "data_type": "int16", "fill_value": 0,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2, 3]}},

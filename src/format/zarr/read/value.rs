@@ -4,32 +4,33 @@ use ckfs_tensor::DType;
 use half::{bf16, f16};
 use serde_json::Value;
 
-use super::codec::{MetadataError, shortened, wrong};
+use super::codec::{self, shortened, wrong};
+use crate::FormatError;
 use crate::zarr::write;
 
 /// The bytes of one element, little-endian.
 pub(super) type ElementBytes = smallvec::SmallVec<[u8; 8]>;
 
 /// Types of zarr that this crate has not, with the reason.
-fn unsupported(found: &str) -> MetadataError {
+fn unsupported(found: &str) -> FormatError {
     let advice = match found {
         "int4" | "uint4" | "int2" | "uint2" | "float4_e2m1fn" | "float6_e2m3fn" | "float6_e3m2fn" => {
             ": it is stored one element to a byte, and no safetensors type is"
         }
         _ => ": no safetensors type is like it",
     };
-    MetadataError::unsupported("element type", format_args!("{:?}", shortened(found)), advice)
+    codec::unsupported("element type", format_args!("{:?}", shortened(found)), advice)
 }
 
 /// The type that version 3 calls so.
-pub(super) fn dtype_v3(found: &Value) -> Result<DType, MetadataError> {
+pub(super) fn dtype_v3(found: &Value) -> Result<DType, FormatError> {
     let Value::String(name) = found else { return Err(unsupported(&found.to_string())) };
     let dtype = DType::ALL.iter().copied().find(|dtype| dtype.name() == name && dtype.element_bytes().is_some());
     dtype.ok_or_else(|| unsupported(name))
 }
 
 /// The type that version 2 calls so, and whether its highest byte is the first.
-pub(super) fn dtype_v2(found: &Value) -> Result<(DType, bool), MetadataError> {
+pub(super) fn dtype_v2(found: &Value) -> Result<(DType, bool), FormatError> {
     let Value::String(code) = found else { return Err(unsupported(&found.to_string())) };
     let find = |code: &str| DType::ALL.iter().copied().find(|dtype| write::code(*dtype) == Some(code));
     if let Some(dtype) = find(code) {
@@ -45,7 +46,7 @@ pub(super) fn dtype_v2(found: &Value) -> Result<(DType, bool), MetadataError> {
 }
 
 /// The element that fills what is not stored, little-endian. `null` is zero, as for the writers of version 2.
-pub(super) fn fill(found: &Value, dtype: DType) -> Result<ElementBytes, MetadataError> {
+pub(super) fn fill(found: &Value, dtype: DType) -> Result<ElementBytes, FormatError> {
     let refused = || wrong("fill_value", format!("an element of {}", dtype.name()), found);
     let len = dtype.element_bytes().map(ckfs_tensor::to_usize).ok_or_else(refused)?;
     if found.is_null() {
