@@ -231,14 +231,6 @@ enum Id {
     Box(usize),
 }
 
-/// A tensor that has no bytes of its own.
-enum Made<'a> {
-    /// It is decoded from codes.
-    Decoded(Quantized<'a>),
-    /// It is made of other tensors.
-    Composed(&'a Composed),
-}
-
 impl RowPlace {
     /// The file of its first byte.
     pub(super) const fn file(self) -> FileId {
@@ -369,12 +361,8 @@ impl TensorTable {
             if let Some(row) = table.rows.get_mut(row) {
                 row.name_end = name_end;
             } else {
-                let dtype = match self.made(row) {
-                    Made::Decoded(quantized) => quantized.dtype,
-                    Made::Composed(composed) => composed.dtype,
-                };
                 let place = RowPlace::Span(FileId(0), ByteSpan::of_len(0, 0)?);
-                table.rows.push(StoredRow { place, name_end, extents_end, dtype });
+                table.rows.push(StoredRow { place, name_end, extents_end, dtype: self.made(row).dtype });
             }
         }
         table.by_name.clone_from(&shown);
@@ -418,13 +406,17 @@ impl TensorTable {
         self.stored as usize + self.quantized.tensors.len() + self.composed.len()
     }
 
-    /// The tensor of a row after the stored ones.
-    fn made(&self, row: usize) -> Made<'_> {
+    /// The tensor of a row after the stored ones, under its own name: it has no bytes of its own.
+    fn made(&self, row: usize) -> TensorInfo<'_> {
         let number = row - self.stored as usize;
-        match number.checked_sub(self.quantized.tensors.len()) {
-            None => Made::Decoded(self.quantized.tensors.get(number)),
-            Some(number) => Made::Composed(&self.composed[number]),
+        if let Some(number) = number.checked_sub(self.quantized.tensors.len()) {
+            let made = &self.composed[number];
+            let storage = Storage::Composed(made);
+            return TensorInfo { name: &made.name, dtype: made.dtype, shape: &made.shape, storage };
         }
+        let made = self.quantized.tensors.get(number);
+        let shape = made.template.shape().extents();
+        TensorInfo { name: made.name, dtype: made.dtype, shape, storage: Storage::Quantized(made) }
     }
 
     fn resolve(&self, id: u32) -> Id {
@@ -456,16 +448,7 @@ impl TensorTable {
         };
         let name = self.row_name(row_number);
         if row_number >= self.stored as usize {
-            return match self.made(row_number) {
-                Made::Decoded(quantized) => {
-                    let shape = quantized.template.shape().extents();
-                    TensorInfo { name, dtype: quantized.dtype, shape, storage: Storage::Quantized(quantized) }
-                }
-                Made::Composed(composed) => {
-                    let (dtype, shape) = (composed.dtype, composed.shape.as_slice());
-                    TensorInfo { name, dtype, shape, storage: Storage::Composed(composed) }
-                }
-            };
+            return TensorInfo { name, ..self.made(row_number) };
         }
         let row = &self.rows[row_number];
         let before = row_number.checked_sub(1).map_or(0, |before| self.rows[before].extents_end);
@@ -560,10 +543,7 @@ impl TensorTable {
 
     fn row_name(&self, row: usize) -> &str {
         if row >= self.rows.len() {
-            return match self.made(row) {
-                Made::Decoded(quantized) => quantized.name,
-                Made::Composed(composed) => &composed.name,
-            };
+            return self.made(row).name;
         }
         let start = row.checked_sub(1).map_or(0, |before| self.rows[before].name_end);
         &self.names[start as usize..self.rows[row].name_end as usize]
