@@ -10,7 +10,7 @@
 //! `g_idx` is data: it is read when the repository is opened, and becomes a table in the index of zero points and scales.
 //! Fields of 3, 5, 6 and 7 bits are packed in ways of their own, and stay raw.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
 use ckfs_tensor::{DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -31,9 +31,8 @@ const CODES: &str = "qweight";
 /// A matrix and its companions.
 struct Matrix<'a> {
     module: &'a str,
-    codes: TensorId,
-    zeros: TensorId,
-    scales: TensorId,
+    /// Codes, zero points and scales.
+    operands: [TensorId; 3],
     index: Option<TensorId>,
     inner: u64,
     out: u64,
@@ -80,25 +79,15 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
         }
     }
     let count = matrices.len();
-    let mut bits: Vec<u64> = matrices.iter().map(|matrix| matrix.way.bits).collect();
-    bits.sort_unstable();
-    bits.dedup();
+    let bits: BTreeSet<u64> = matrices.iter().map(|matrix| matrix.way.bits).collect();
     let texts: Vec<String> = bits.iter().map(u64::to_string).collect();
     let version = if config.is_v1 { 1 } else { 2 };
-    (count > 0).then(|| {
-        (
-            format!(
-                "gptq version {version}: {count} weights of {}-bit integers, {act_order} with act-order",
-                texts.join("- and ")
-            ),
-            vec![
-                ("weights", json!(count)),
-                ("bits", json!(bits)),
-                ("version", json!(version)),
-                ("with_act_order", json!(act_order)),
-            ],
-        )
-    })
+    let bits_text = texts.join("- and ");
+    let text =
+        format!("gptq version {version}: {count} weights of {bits_text}-bit integers, {act_order} with act-order");
+    let (count, version, act_order) = (json!(count), json!(version), json!(act_order));
+    let details = vec![("weights", count), ("bits", json!(bits)), ("version", version), ("with_act_order", act_order)];
+    (!matrices.is_empty()).then_some((text, details))
 }
 
 /// What the configuration says.
@@ -218,7 +207,7 @@ fn matrices<'a>(stored: &Stored<'a>, config: &Config<'_>, found: &mut SchemeFind
             continue;
         }
         let inner = rows.saturating_mul(fields);
-        matrices.push(Matrix { module, codes, zeros, scales, index, inner, out, way });
+        matrices.push(Matrix { module, operands: [codes, zeros, scales], index, inner, out, way });
     }
     matrices
 }
@@ -234,7 +223,7 @@ impl Matrix<'_> {
 fn order(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<Option<Arc<[u64]>>, Problem> {
     let Some(id) = matrix.index else { return Ok(None) };
     let group = matrix.group();
-    let order = group_order(stored, id, (matrix.inner, group), matrix.codes)?;
+    let order = group_order(stored, id, (matrix.inner, group), matrix.operands[0])?;
     if order.is_some() && matrix.way.act_order == Some(false) {
         let expected = format!("groups of {group} in order, as desc_act false says");
         return Err(Problem::of_tensor(stored.tensor(id).name, expected, "another order"));
@@ -250,15 +239,14 @@ fn add(
     order: Option<Arc<[u64]>>,
     is_v1: bool,
 ) {
-    let (codes, scale) = (stored.tensor(matrix.codes), stored.tensor(matrix.scales));
+    let [codes, _, scale] = matrix.operands.map(|id| stored.tensor(id));
     if !is_scale(found, &scale, codes.name) {
         return;
     }
     let (inner, out, bits, group) = (matrix.inner, matrix.out, matrix.way.bits, matrix.group());
     let kind = Kind { inner, out, bits, group, scale: scale.dtype, is_v1, order };
     if let Some(template) = kinds.template(found, codes.name, kind, template) {
-        let operands = [matrix.codes, matrix.zeros, matrix.scales];
-        found.tensor(&format!("{}.weight", matrix.module), template, &operands, None);
+        found.tensor(&format!("{}.weight", matrix.module), template, &matrix.operands, None);
     }
 }
 

@@ -8,7 +8,10 @@
 //! each kind, since a model has up to hundreds of thousands of them. Where a row or the matrix has one scale, the width is
 //! read from each `X.weight_shape`. Where the configuration says so, `X.weight_g_idx` has the group of each column, as that of GPTQ. Fields of 3, 5, 6 and 7 bits are packed in two ways that nothing tells apart, so they stay raw.
 
-use std::{collections::HashSet, sync::Arc};
+use std::{
+    collections::{BTreeSet, HashSet},
+    sync::Arc,
+};
 
 use ckfs_tensor::{DType, Digit, IndexMap, Operand, Operation, TensorId, Value};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -80,9 +83,7 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
     }
     let first = matrices.first()?;
     let count = matrices.len();
-    let mut ways: Vec<_> = matrices.iter().map(|matrix| (matrix.bits, matrix.sharing)).collect();
-    ways.sort_unstable();
-    ways.dedup();
+    let ways: BTreeSet<_> = matrices.iter().map(|matrix| (matrix.bits, matrix.sharing)).collect();
     let ways: Vec<String> = ways.iter().map(|(bits, sharing)| format!("{bits}-bit integers, {sharing}")).collect();
     let dtype = stored.tensor(first.scale).dtype;
     Some((
