@@ -11,12 +11,11 @@ use ckfs_source::{FoundFile, Opened, RootDir, remote::RemoteTree};
 use super::{
     choose::{quoted, warn_of_weights},
     foreign::lfs_pointer,
-    json,
+    json::{self, io_error, read_json},
     locate::locate,
     options::OpenOptions,
     printable::printable,
     problem::CheckpointError,
-    text::{io_error, read_json},
 };
 
 /// Name of an adapter's weights.

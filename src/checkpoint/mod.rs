@@ -29,7 +29,6 @@ mod repository;
 pub mod runs;
 pub mod scheme;
 mod table;
-mod text;
 mod versions;
 mod words;
 

@@ -28,11 +28,11 @@ use super::super::{
     container::{Container, Contents, DCP_METADATA, LeftOut, SavedArguments},
     folder::{Folder, PinnedFiles},
     foreign,
+    json::JSON_FILE_BYTES_MAX,
     mosaic::{MosaicBuilder, StoredBox},
     prefix::is_optimizer_state,
     problem::{Expected, Problem, Problems},
     table::TensorTable,
-    text::JSON_FILE_BYTES_MAX,
 };
 
 /// Longest `.metadata` that is read, in bytes: that of 10^7 chunks is shorter.

@@ -14,7 +14,6 @@ use super::super::{
     index::Index,
     ranks::parts_of,
     sets::incomplete_sets,
-    text::read_json,
     weight_name::{WeightName, is_any_index, of_any_rank},
 };
 

@@ -19,7 +19,7 @@ use super::super::{
     locate::Located,
     options::OpenOptions,
     problem::{CheckpointError, Problems},
-    text::read_json,
+    json::read_json,
     weight_name::natural,
 };
 

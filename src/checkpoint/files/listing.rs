@@ -15,7 +15,7 @@ use ckfs_source::{
 
 use super::super::{
     file::{FileRole, IgnoreReason},
-    text::io_error,
+    json::io_error,
     weight_name::{at_top, is_any_index},
 };
 

@@ -16,7 +16,7 @@ use ckfs_source::{
 use ckfs_tensor::to_usize;
 
 use super::super::{
-    text::io_error,
+    json::io_error,
     tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry, entries_of},
 };
 

@@ -22,7 +22,7 @@ use ckfs_tensor::to_usize;
 use parking_lot::Mutex;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::super::text::io_error;
+use super::super::json::io_error;
 
 /// Longest description that is read at once, in bytes.
 pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;

@@ -14,7 +14,7 @@ use ckfs_source::{SourceError, WaitRegistry};
 use super::step_tree::{Measure, Measuring, SMALL_BYTES_MAX, StepTree};
 use crate::{
     OpenOptions,
-    text::io_error,
+    json::io_error,
     tree::{TreeEntry, below, entries_in},
 };
 
