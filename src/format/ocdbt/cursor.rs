@@ -116,15 +116,6 @@ impl<'a> Cursor<'a> {
         if found == 0 { Ok(()) } else { Err(trailing()) }
     }
 
-    pub(super) fn wrong(
-        &self,
-        what: &'static str,
-        expected: impl std::fmt::Display,
-        found: impl std::fmt::Display,
-    ) -> FormatError {
-        self.block.wrong(what, expected, found)
-    }
-
     /// That the body ends too early.
     pub(super) fn truncated(&self, what: &str) -> FormatError {
         FormatError(format!("{}: ends within its {what}", self.block))

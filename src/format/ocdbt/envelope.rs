@@ -47,7 +47,7 @@ pub(super) fn open(bytes: &[u8], block: Block) -> Result<Cow<'_, [u8]>, FormatEr
     match cursor.varint("compression")? {
         0 => Ok(Cow::Borrowed(cursor.take(cursor.left(), "body")?)),
         1 => decompress(cursor.take(cursor.left(), "body")?, block).map(Cow::Owned),
-        found => Err(cursor.wrong("compression", "0 (none) or 1 (zstd)", found)),
+        found => Err(cursor.block.wrong("compression", "0 (none) or 1 (zstd)", found)),
     }
 }
 

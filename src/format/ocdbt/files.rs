@@ -56,16 +56,16 @@ impl FileTable {
         let mut path: Vec<u8> = Vec::new();
         for ((prefix, suffix), base) in prefixes.into_iter().zip(suffixes).zip(bases) {
             if prefix > path.len() {
-                return Err(cursor.wrong("path prefix length", format!("at most {}", path.len()), prefix));
+                return Err(cursor.block.wrong("path prefix length", format!("at most {}", path.len()), prefix));
             }
             path.truncate(prefix);
             path.extend_from_slice(cursor.take(suffix, "paths")?);
             if base > path.len() {
-                return Err(cursor.wrong("base path length", format!("at most {}", path.len()), base));
+                return Err(cursor.block.wrong("base path length", format!("at most {}", path.len()), base));
             }
             let len = parent_base.len() + path.len();
             if len > usize::from(PATH_BYTES_MAX) {
-                return Err(cursor.wrong("path length", format!("at most {PATH_BYTES_MAX}"), len));
+                return Err(cursor.block.wrong("path length", format!("at most {PATH_BYTES_MAX}"), len));
             }
             total_bytes += len + parent_base.len() + base;
             if total_bytes > PATHS_BYTES_MAX {
@@ -82,7 +82,7 @@ impl FileTable {
         let id = |_| {
             let found = cursor.varint("file number")?;
             let id = usize::try_from(found).ok().filter(|id| *id < self.0.len());
-            id.ok_or_else(|| cursor.wrong("file number", format!("less than {}", self.0.len()), found))
+            id.ok_or_else(|| cursor.block.wrong("file number", format!("less than {}", self.0.len()), found))
         };
         (0..rows).map(id).collect()
     }
@@ -98,7 +98,7 @@ impl FileTable {
         let in_range = offset.checked_add(len_bytes).is_some_and(|end| i64::try_from(end).is_ok());
         if !in_range {
             let found = format!("{len_bytes} bytes at {offset}");
-            return Err(cursor.wrong("place in a file", "an end of at most 63 bits", found));
+            return Err(cursor.block.wrong("place in a file", "an end of at most 63 bits", found));
         }
         match &self.0[id] {
             Ok((path, base)) => Ok(BlobLocation { path: Arc::clone(path), base: Arc::clone(base), offset, len_bytes }),

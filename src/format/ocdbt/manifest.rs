@@ -66,19 +66,19 @@ impl Manifest {
         let is_numbered = match cursor.byte("manifest kind")? {
             0 => false,
             1 => true,
-            found => return Err(cursor.wrong("manifest kind", "0 (single) or 1 (numbered)", found)),
+            found => return Err(cursor.block.wrong("manifest kind", "0 (single) or 1 (numbered)", found)),
         };
         // Limits of its writer.
         cursor.varint("inline value limit")?;
         cursor.varint("decoded node limit")?;
         let arity_log2 = cursor.byte("version tree arity")?;
         if !(1..=ARITY_LOG2_MAX).contains(&arity_log2) {
-            return Err(cursor.wrong("version tree arity", format!("1 to {ARITY_LOG2_MAX} bits"), arity_log2));
+            return Err(cursor.block.wrong("version tree arity", format!("1 to {ARITY_LOG2_MAX} bits"), arity_log2));
         }
         match cursor.varint("compression method")? {
             0 => {}
             1 => drop(cursor.array::<4>("compression level")?),
-            found => return Err(cursor.wrong("compression method", "0 (none) or 1 (zstd)", found)),
+            found => return Err(cursor.block.wrong("compression method", "0 (none) or 1 (zstd)", found)),
         }
         let mut latest = None;
         if !is_numbered {
@@ -123,7 +123,7 @@ fn generations(cursor: &mut Cursor<'_>, rows: usize) -> Result<Vec<u64>, FormatE
     let mut before = 0;
     for generation in &generations {
         if *generation <= before {
-            return Err(cursor.wrong("generation", format!("more than {before}"), generation));
+            return Err(cursor.block.wrong("generation", format!("more than {before}"), generation));
         }
         before = *generation;
     }
@@ -134,7 +134,7 @@ fn generations(cursor: &mut Cursor<'_>, rows: usize) -> Result<Vec<u64>, FormatE
 fn read_versions(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> Result<Option<Version>, FormatError> {
     let rows = cursor.count("number of versions", 1 << arity_log2)?;
     if rows == 0 {
-        return Err(cursor.wrong("number of versions", "at least 1", 0));
+        return Err(cursor.block.wrong("number of versions", "at least 1", 0));
     }
     let generations = generations(cursor, rows)?;
     let heights = cursor.take(rows, "root heights")?;
@@ -151,7 +151,7 @@ fn read_versions(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> 
         let root = if offsets[row] == MISSING && lengths[row] == MISSING {
             if heights[row] != 0 || keys[row] != 0 {
                 let found = format!("height {} and {} keys", heights[row], keys[row]);
-                return Err(cursor.wrong("version without a root", "height 0 and no keys", found));
+                return Err(cursor.block.wrong("version without a root", "height 0 and no keys", found));
             }
             None
         } else {
@@ -174,7 +174,7 @@ fn check_older(cursor: &mut Cursor<'_>, files: &FileTable, arity_log2: u8) -> Re
     for (row, height) in cursor.take(rows, "version node heights")?.iter().enumerate() {
         files.location(cursor, ids[row], offsets[row], lengths[row])?;
         if *height == 0 {
-            return Err(cursor.wrong("version node height", "at least 1", height));
+            return Err(cursor.block.wrong("version node height", "at least 1", height));
         }
     }
     Ok(())

@@ -98,12 +98,12 @@ impl<'a> Node<'a> {
         let mut cursor = Cursor::new(&body, Block::Node);
         let height = cursor.byte("height")?;
         if height != reference.height {
-            return Err(cursor.wrong("height", reference.height, height));
+            return Err(cursor.block.wrong("height", reference.height, height));
         }
         let files = FileTable::read(&mut cursor, &reference.location.base)?;
         let rows = cursor.count("number of entries", ENTRIES_MAX)?;
         if rows == 0 {
-            return Err(cursor.wrong("number of entries", "at least 1", 0));
+            return Err(cursor.block.wrong("number of entries", "at least 1", 0));
         }
         let mut node = Self {
             reference,
@@ -148,7 +148,7 @@ impl<'a> Node<'a> {
             let before = self.span(row.checked_sub(1));
             let kept = prefix.len() + shared;
             if row > 0 && kept > before.len() {
-                return Err(cursor.wrong(
+                return Err(cursor.block.wrong(
                     "key prefix length",
                     format!("at most {}", before.len() - prefix.len()),
                     shared,
@@ -156,7 +156,7 @@ impl<'a> Node<'a> {
             }
             let len = kept + suffix;
             if len > usize::from(KEY_BYTES_MAX) {
-                return Err(cursor.wrong("key length", format!("at most {KEY_BYTES_MAX}"), len));
+                return Err(cursor.block.wrong("key length", format!("at most {KEY_BYTES_MAX}"), len));
             }
             let start = self.keys.len();
             if start + len > KEYS_BYTES_MAX {
@@ -171,7 +171,7 @@ impl<'a> Node<'a> {
             self.keys.extend_from_slice(cursor.take(suffix, "keys")?);
             self.ends.push(self.keys.len());
             if row > 0 && self.keys[start..] <= self.keys[before] {
-                return Err(cursor.wrong(
+                return Err(cursor.block.wrong(
                     "order of keys",
                     "increasing keys",
                     format!("key {row} not above the one before"),
@@ -179,7 +179,7 @@ impl<'a> Node<'a> {
             }
             if let Some(subtree) = prefix_lens.get_mut(row) {
                 if prefix.len() + *subtree > len {
-                    return Err(cursor.wrong(
+                    return Err(cursor.block.wrong(
                         "subtree prefix length",
                         format!("at most {}", len - prefix.len()),
                         *subtree,
@@ -198,11 +198,15 @@ impl<'a> Node<'a> {
         let last = self.ends.len() - 1;
         let show = |key: &[u8]| format!("{:?}", String::from_utf8_lossy(key));
         if self.key(0) < reference.start.as_slice() {
-            return Err(cursor.wrong("first key", format!("at least {}", show(&reference.start)), show(self.key(0))));
+            return Err(cursor.block.wrong(
+                "first key",
+                format!("at least {}", show(&reference.start)),
+                show(self.key(0)),
+            ));
         }
         match &reference.end {
             Some(end) if self.key(last) >= end.as_slice() => {
-                Err(cursor.wrong("last key", format!("less than {}", show(end)), show(self.key(last))))
+                Err(cursor.block.wrong("last key", format!("less than {}", show(end)), show(self.key(last))))
             }
             Some(_) | None => Ok(()),
         }
@@ -212,7 +216,7 @@ impl<'a> Node<'a> {
         let lengths = cursor.column(rows, "value length", u64::MAX)?;
         let kinds = cursor.take(rows, "value kinds")?;
         if let Some(found) = kinds.iter().find(|kind| **kind > 1) {
-            return Err(cursor.wrong("value kind", "0 (inline) or 1 (elsewhere)", found));
+            return Err(cursor.block.wrong("value kind", "0 (inline) or 1 (elsewhere)", found));
         }
         // Each kind is 0 or 1.
         let elsewhere = kinds.iter().map(|kind| usize::from(*kind)).sum();

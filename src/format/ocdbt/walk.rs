@@ -1,7 +1,7 @@
 //! The way from the root to the wanted keys.
 //!
 //! ```
-//! # use ckfs_format::ocdbt::{KeyRange, Manifest, NodeRef, FormatError, Walk};
+//! # use ckfs_format::{FormatError, ocdbt::{KeyRange, Manifest, NodeRef, Walk}};
 //! # fn fetch(_: &[NodeRef]) -> Vec<Vec<u8>> { Vec::new() }
 //! # fn list(manifest: &Manifest) -> Result<(), FormatError> {
 //! let Some(version) = manifest.latest.as_ref() else { return Ok(()) };
