@@ -233,14 +233,14 @@ impl<'a> Walk<'a> {
             | PickleValue::Text(_)
             | PickleValue::Bytes(_)
             | PickleValue::Set(_)
+            | PickleValue::Global(_)
             | PickleValue::Persistent(_)) => {
                 self.count_name()?;
-                self.other(value.kind().to_owned());
-                Ok(())
-            }
-            PickleValue::Global(name) => {
-                self.count_name()?;
-                self.other(name.to_string());
+                self.other(if let PickleValue::Global(name) = value {
+                    name.to_string()
+                } else {
+                    value.kind().to_owned()
+                });
                 Ok(())
             }
         }

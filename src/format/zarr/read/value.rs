@@ -53,13 +53,11 @@ pub(super) fn fill(found: &Value, dtype: DType) -> Result<ElementBytes, FormatEr
         return Ok(ElementBytes::from_elem(0, len));
     }
     let bytes = match dtype {
-        DType::Bool => found
-            .as_bool()
-            .or_else(|| match found.as_u64() {
-                Some(number @ 0..=1) => Some(number == 1),
-                Some(_) | None => None,
-            })
-            .map(|truth| ElementBytes::from_slice(&[u8::from(truth)])),
+        DType::Bool => {
+            let truth = found.as_bool().map(u8::from);
+            let truth = truth.or_else(|| u8::try_from(found.as_u64()?).ok().filter(|number| *number <= 1));
+            truth.map(|truth| ElementBytes::from_slice(&[truth]))
+        }
         DType::C64 => complex(found),
         DType::F64 => float(found, len, |number| Some(ElementBytes::from_slice(&number.to_le_bytes()))),
         DType::F32 => single(found),
