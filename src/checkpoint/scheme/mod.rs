@@ -7,7 +7,7 @@
 //! # To add a scheme
 //! Most schemes are data: a `row::SchemeRow` says the ends of names, types and shapes of codes and of what decodes them, the expression of
 //! the value, and the decoded name; `row` says how to add one. Those of `by_module` are nothing but rows, since the configuration says of
-//! each module how it is quantized; `awq`, `mlx`, `mxfp4` and `fp8` also read a configuration of their own.
+//! each module how it is quantized; `awq`, `mlx` and `fp8` also read a configuration of their own.
 //!
 //! Code is for what a row cannot say: `gptq` and `pack_quantized` read tensors (`g_idx`, `weight_shape`), `bitsandbytes` and `torchao` texts
 //! that describe a tensor. Write `src/checkpoint/scheme/<name>.rs` and add one line to `SCHEMES`. The file holds:
@@ -60,7 +60,6 @@ mod gptq;
 mod listed;
 pub(crate) mod members;
 mod mlx;
-mod mxfp4;
 mod pack_quantized;
 mod parts;
 mod quantization_config;
@@ -91,7 +90,7 @@ enum Way {
 
 /// The closed list, with the names that `plan --json` has. Where two schemes could claim one tensor, the first does.
 static SCHEMES: [(&str, Way); 13] = [
-    ("mxfp4", Way::Rows(&mxfp4::ROWS, mxfp4::read)),
+    ("mxfp4", Way::Rows(&by_module::STACK_ROWS, by_module::read_stacks)),
     ("pack_quantized", Way::Code(pack_quantized::find)),
     ("nvfp4", Way::Rows(&by_module::NVFP4_ROWS, by_module::read)),
     ("mx", Way::Rows(&by_module::MX_ROWS, by_module::read)),
