@@ -73,9 +73,16 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
     let mut kinds = Kinds::new();
     let mut act_order = 0u64;
     for (matrix, order) in matrices.iter().zip(orders) {
-        if let Some(order) = found.taken(order) {
-            act_order += u64::from(order.is_some());
-            add(stored, found, &mut kinds, matrix, order, config.is_v1);
+        let Some(order) = found.taken(order) else { continue };
+        act_order += u64::from(order.is_some());
+        let [codes, _, scale] = matrix.operands.map(|id| stored.tensor(id));
+        if !is_scale(found, &scale, codes.name) {
+            continue;
+        }
+        let (inner, out, bits, group) = (matrix.inner, matrix.out, matrix.way.bits, matrix.group());
+        let kind = Kind { inner, out, bits, group, scale: scale.dtype, is_v1: config.is_v1, order };
+        if let Some(template) = kinds.template(found, codes.name, kind, template) {
+            found.tensor(&format!("{}.weight", matrix.module), template, &matrix.operands, None);
         }
     }
     let count = matrices.len();
@@ -229,25 +236,6 @@ fn order(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<Option<Arc<[u64]>>,
         return Err(Problem::of_tensor(stored.tensor(id).name, expected, "another order"));
     }
     Ok(order)
-}
-
-fn add(
-    stored: &Stored<'_>,
-    found: &mut SchemeFindings<'_>,
-    kinds: &mut Kinds<Kind>,
-    matrix: &Matrix<'_>,
-    order: Option<Arc<[u64]>>,
-    is_v1: bool,
-) {
-    let [codes, _, scale] = matrix.operands.map(|id| stored.tensor(id));
-    if !is_scale(found, &scale, codes.name) {
-        return;
-    }
-    let (inner, out, bits, group) = (matrix.inner, matrix.out, matrix.way.bits, matrix.group());
-    let kind = Kind { inner, out, bits, group, scale: scale.dtype, is_v1, order };
-    if let Some(template) = kinds.template(found, codes.name, kind, template) {
-        found.tensor(&format!("{}.weight", matrix.module), template, &matrix.operands, None);
-    }
 }
 
 fn template(kind: &Kind) -> Result<Template, TemplateError> {

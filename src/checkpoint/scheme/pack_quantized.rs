@@ -79,7 +79,17 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
         if checked.insert((out, inner, matrix.bits, matrix.sharing)) {
             found.taken(compare_with_shape(stored, matrix, (out, inner)));
         }
-        add(stored, found, &mut kinds, matrix, (out, inner, order));
+        let (codes, scale) = (stored.tensor(matrix.codes), stored.tensor(matrix.scale));
+        if !is_scale(found, &scale, codes.name) {
+            continue;
+        }
+        let (bits, sharing, has_zeros) = (matrix.bits, matrix.sharing, matrix.zero.is_some());
+        let (scale, scale_is_bare) = (scale.dtype, scale.shape.is_empty());
+        let kind = Kind { out, inner, bits, sharing, scale, scale_is_bare, has_zeros, order };
+        if let Some(template) = kinds.template(found, codes.name, kind, template) {
+            let operands: Vec<TensorId> = [matrix.codes, matrix.scale].into_iter().chain(matrix.zero).collect();
+            found.tensor(&format!("{}.weight", matrix.module), template, &operands, None);
+        }
     }
     let first = matrices.first()?;
     let count = matrices.len();
@@ -198,34 +208,6 @@ fn little_endian(bytes: &[u8]) -> i64 {
     let unsigned = bytes.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte));
     // Sizes are positive, and a negative number of four bytes becomes one that no tensor has.
     unsigned.cast_signed()
-}
-
-fn add(
-    stored: &Stored<'_>,
-    found: &mut SchemeFindings<'_>,
-    kinds: &mut Kinds<Kind>,
-    matrix: &Matrix<'_>,
-    (out, inner, order): (u64, u64, Option<Arc<[u64]>>),
-) {
-    let (codes, scale) = (stored.tensor(matrix.codes), stored.tensor(matrix.scale));
-    if !is_scale(found, &scale, codes.name) {
-        return;
-    }
-    let kind = Kind {
-        out,
-        inner,
-        bits: matrix.bits,
-        sharing: matrix.sharing,
-        scale: scale.dtype,
-        scale_is_bare: scale.shape.is_empty(),
-        has_zeros: matrix.zero.is_some(),
-        order,
-    };
-    let template = kinds.template(found, codes.name, kind, template);
-    if let Some(template) = template {
-        let operands: Vec<TensorId> = [matrix.codes, matrix.scale].into_iter().chain(matrix.zero).collect();
-        found.tensor(&format!("{}.weight", matrix.module), template, &operands, None);
-    }
 }
 
 fn template(kind: &Kind) -> Result<Template, TemplateError> {
