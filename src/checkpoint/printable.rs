@@ -17,15 +17,10 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     if !text.contains(is_hidden) {
         return text.into();
     }
-    let mut safe = String::with_capacity(text.len() + 16);
-    for character in text.chars() {
-        if is_hidden(character) {
-            safe.extend(character.escape_default());
-        } else {
-            safe.push(character);
-        }
-    }
-    safe.into()
+    let safe = |character: char| {
+        if is_hidden(character) { character.escape_default().to_string() } else { character.to_string() }
+    };
+    text.chars().map(safe).collect::<String>().into()
 }
 
 /// As [`printable`], but line breaks are kept.

@@ -352,20 +352,16 @@ fn lines(problems: &[Problem]) -> Vec<(String, usize)> {
         }
     }
     let mut lines = Vec::new();
-    for (text, key) in texts.into_iter().zip(&keys) {
-        let Some(same) = key.as_deref().and_then(|key| alike.get_mut(key)).filter(|same| same.len() != 1) else {
+    for ((text, key), problem) in texts.into_iter().zip(&keys).zip(problems) {
+        let same = key.as_deref().and_then(|key| alike.get(key)).filter(|same| same.len() >= MANY);
+        let Some(same) = same else {
             lines.push((text, 1));
             continue;
         };
-        if same.is_empty() {
-            continue;
-        }
-        if same.len() < MANY {
-            lines.push((text, 1));
-            continue;
-        }
         // The first of them tells of all.
-        let same = std::mem::take(same);
+        if !std::ptr::eq(same[0], problem) {
+            continue;
+        }
         // One left over is as long as its name.
         let named = if same.len() - 1 == NAMED + 1 { NAMED + 1 } else { NAMED };
         let names = same[1..].iter().take(named).filter_map(|problem| problem.tensor());
