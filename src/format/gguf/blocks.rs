@@ -3,7 +3,7 @@
 //! Every element is computed as `gguf.quants.dequantize` does: the same operations in the same order, each rounded to f32. A NaN stays
 //! a NaN; its other bits depend on the processor, there too. Types that `gguf` does not dequantize (`Q8_1`, `Q8_K`, `Q1_0`) are not here.
 
-use std::{fmt, sync::LazyLock};
+use std::sync::LazyLock;
 
 use ckfs_tensor::DType;
 use half::f16;
@@ -12,6 +12,7 @@ use half::f16;
 const SUPER: usize = 256;
 
 /// A type of blocks.
+#[derive(Debug)]
 pub struct BlockType {
     code: u32,
     name: &'static str,
@@ -60,12 +61,6 @@ impl BlockType {
                 *target = value.to_le_bytes();
             }
         }
-    }
-}
-
-impl fmt::Debug for BlockType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name)
     }
 }
 

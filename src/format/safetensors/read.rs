@@ -145,11 +145,6 @@ impl Header {
         self.rows.is_empty()
     }
 
-    /// Bytes of all names together.
-    pub fn names_bytes(&self) -> usize {
-        self.names.len()
-    }
-
     /// All tensors, in order of their data.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = HeaderTensor<'_>> {
         self.rows.iter().map(|row| HeaderTensor {

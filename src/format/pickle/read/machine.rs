@@ -83,7 +83,7 @@ impl<'a> Machine<'a> {
             let opcode = self.byte()?;
             if opcode == b'.' {
                 let root = self.pop()?;
-                return Ok(Unpickled { values: self.values, root, len: self.at, _held: self.held });
+                return Ok(Unpickled { values: self.values, root, _held: self.held });
             }
             self.step(opcode)?;
         }

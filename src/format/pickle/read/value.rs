@@ -118,8 +118,6 @@ impl PickleValue {
 pub struct Unpickled {
     pub(super) values: Vec<PickleValue>,
     pub(super) root: Id,
-    /// Bytes of the input up to the end of the last instruction.
-    pub(super) len: usize,
     /// What its values count for.
     pub(super) _held: HeldRoom,
 }
@@ -144,11 +142,6 @@ impl Unpickled {
     pub fn value(&self, id: Id) -> &PickleValue {
         // Ids are made by the machine that made the table, which never shrinks.
         &self.values[id.0 as usize]
-    }
-
-    /// Bytes of the input that were read.
-    pub fn len_bytes(&self) -> usize {
-        self.len
     }
 
     /// The text of a string.
