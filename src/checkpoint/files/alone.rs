@@ -12,6 +12,7 @@ use super::super::{
     choose::SINGLE,
     container::is_weights,
     index::Index,
+    json::read_json,
     ranks::parts_of,
     sets::incomplete_sets,
     weight_name::{WeightName, is_any_index, of_any_rank},
