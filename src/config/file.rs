@@ -43,7 +43,7 @@ use super::{
     setting::{Setting, SettingScope},
     settings::{Settings, ViewSettings},
     table::{SETTINGS, former},
-    value::{Fault, Toml, deserialize},
+    value::{Entries, Fault, Toml, deserialize, in_order},
     value_types::ShardChoice,
 };
 
@@ -100,25 +100,16 @@ impl FileSettings {
         let mut found = Self::default();
         for (key, value) in document(text)? {
             match key.get_ref().as_str() {
-                "mount" => read_table(value, &[SettingScope::Mount], &[], &mut found.top)?,
-                "serve" => read_table(value, &[SettingScope::Serve], &[], &mut found.top)?,
+                "mount" => read_table(value, SettingScope::Mount, &mut found.top)?,
+                "serve" => read_table(value, SettingScope::Serve, &mut found.top)?,
                 "view" => {
                     for (name, value) in entries(value)? {
-                        found.views.push((view_name(name)?, Settings::default()));
-                        if let Some((_, settings)) = found.views.last_mut() {
-                            read_table(value, &[SettingScope::View], &[], settings)?;
-                        }
+                        let (name, mut settings) = (view_name(name)?, Settings::default());
+                        read_table(value, SettingScope::View, &mut settings)?;
+                        found.views.push((name, settings));
                     }
                 }
-                _ => {
-                    read_key(
-                        &key,
-                        value,
-                        &[SettingScope::Top, SettingScope::View],
-                        &["mount", "serve", "view"],
-                        &mut found.top,
-                    )?;
-                }
+                _ => read_key(&key, value, &[SettingScope::Top, SettingScope::View], &mut found.top)?,
             }
         }
         found.views.sort_by(|(left, _), (right, _)| left.cmp(right));
@@ -133,12 +124,11 @@ impl FileSettings {
 pub(super) fn parse_shard_rules(text: &str, file: &Path) -> Result<ViewSettings, ConfigError> {
     let read = || {
         let mut settings = Settings::default();
+        let keys = ["shard", "shard_rules"].map(str::to_owned);
         for (key, value) in document(text)? {
-            let row = SETTINGS
-                .iter()
-                .find(|row| ["shard", "shard_rules"].contains(&&*row.toml_key()) && row.toml_key() == *key.get_ref());
             let at = value.span();
-            let row = row.ok_or_else(|| unknown(&key, &["shard", "shard_rules"].map(str::to_owned)))?;
+            let row = SETTINGS.iter().find(|row| keys.contains(key.get_ref()) && row.toml_key() == *key.get_ref());
+            let row = row.ok_or_else(|| unknown(&key, &keys))?;
             (row.field.read)(&mut settings, value)?;
             if matches!(settings.view.shard, Some(ShardChoice::File(_))) {
                 let reason = "shard: expected auto or none in a file of rules, found a file".to_owned();
@@ -159,19 +149,6 @@ impl Fault {
     }
 }
 
-type Entries<'a> = Vec<(Spanned<String>, Toml<'a>)>;
-
-/// The entries of a table in the order of the text.
-fn in_order(table: DeTable<'_>) -> Entries<'_> {
-    let owned = |key: Spanned<std::borrow::Cow<'_, str>>| {
-        let at = key.span();
-        Spanned::new(at, key.into_inner().into_owned())
-    };
-    let mut entries: Entries<'_> = table.into_iter().map(|(key, value)| (owned(key), value)).collect();
-    entries.sort_by_key(|(key, _)| key.span().start);
-    entries
-}
-
 fn document(text: &str) -> Result<Entries<'_>, Fault> {
     let table = DeTable::parse(text)
         .map_err(|error| Fault { at: error.span().unwrap_or(0..0), reason: error.message().to_owned() })?;
@@ -187,18 +164,12 @@ fn entries(value: Toml<'_>) -> Result<Entries<'_>, Fault> {
     Ok(in_order(table))
 }
 
-fn read_table(value: Toml<'_>, scopes: &[SettingScope], tables: &[&str], settings: &mut Settings) -> Result<(), Fault> {
-    entries(value)?.into_iter().try_for_each(|(key, value)| read_key(&key, value, scopes, tables, settings))
+fn read_table(value: Toml<'_>, scope: SettingScope, settings: &mut Settings) -> Result<(), Fault> {
+    entries(value)?.into_iter().try_for_each(|(key, value)| read_key(&key, value, &[scope], settings))
 }
 
-/// Reads one key, which belongs to one of `scopes`. `tables` are the tables allowed beside the keys.
-fn read_key(
-    key: &Spanned<String>,
-    value: Toml<'_>,
-    scopes: &[SettingScope],
-    tables: &[&str],
-    settings: &mut Settings,
-) -> Result<(), Fault> {
+/// Reads one key, which belongs to one of `scopes`.
+fn read_key(key: &Spanned<String>, value: Toml<'_>, scopes: &[SettingScope], of: &mut Settings) -> Result<(), Fault> {
     let known = || SETTINGS.iter().filter(|row| scopes.contains(&row.scope));
     let Some(row) = known().find(|row| row.toml_key() == *key.get_ref()) else {
         let elsewhere = SETTINGS.iter().find(|row| row.toml_key() == *key.get_ref());
@@ -212,10 +183,12 @@ fn read_key(
         if let Some(place) = place {
             return Err(Fault { at: key.span(), reason: format!("`{}` belongs {place}", key.get_ref()) });
         }
-        let names = known().map(Setting::toml_key).chain(tables.iter().map(|name| (*name).to_owned()));
+        // The tables are beside the keys at the top.
+        let tables = ["mount", "serve", "view"].into_iter().filter(|_| scopes.contains(&SettingScope::Top));
+        let names = known().map(Setting::toml_key).chain(tables.map(str::to_owned));
         return Err(unknown(key, &names.collect::<Vec<_>>()));
     };
-    (row.field.read)(settings, value)
+    (row.field.read)(of, value)
 }
 
 fn unknown(key: &Spanned<String>, names: &[String]) -> Fault {

@@ -20,7 +20,6 @@
 //! match a mesh with a checkpoint, and measure the memory.
 
 mod allow;
-mod average;
 mod excerpt;
 mod file;
 pub mod keywords;
@@ -31,7 +30,6 @@ pub mod mesh;
 mod near;
 pub mod options;
 pub mod pattern;
-mod precedence;
 mod python_dict;
 pub mod rename;
 mod rules;
@@ -47,7 +45,6 @@ pub mod value;
 mod value_types;
 
 pub use allow::Allow;
-pub use average::Average;
 pub use excerpt::excerpt;
 pub use file::{ConfigError, FileSettings};
 pub use layers::{LayerRanges, ranges};
@@ -60,7 +57,7 @@ pub use rules::{CastRule, LogicalRule, ShardRule};
 pub use serving::{ListenAddress, RepoName};
 pub use setting::{Arity, Commands, FieldAccess, Group, Setting, SettingScope};
 pub use settings::{MountSettings, ServeSettings, Settings, ViewSettings};
-pub use steps::Steps;
+pub use steps::{Average, Steps};
 pub use table::{FORMER, KEYS, SETTINGS, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{

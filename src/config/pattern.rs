@@ -14,13 +14,8 @@ pub struct Pattern {
 
 /// Why a text is not a pattern.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("pattern {pattern:?}: {reason}")]
-pub struct PatternError {
-    /// The text.
-    pub pattern: String,
-    /// The problem with it.
-    pub reason: String,
-}
+#[error("{0}")]
+pub struct PatternError(String);
 
 /// The forms of patterns, for messages.
 const FORMS: &str =
@@ -47,8 +42,7 @@ impl Pattern {
             },
             str::to_owned,
         );
-        let regex = Regex::new(&source)
-            .map_err(|error| PatternError { pattern: text.to_owned(), reason: error.to_string() })?;
+        let regex = Regex::new(&source).map_err(|error| PatternError(format!("pattern {text:?}: {error}")))?;
         Ok(Self { text: text.to_owned(), regex })
     }
 

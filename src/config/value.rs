@@ -5,6 +5,7 @@
 //! rest.
 
 use std::{
+    borrow::Cow,
     collections::BTreeMap,
     ffi::OsStr,
     ops::Range,
@@ -14,13 +15,27 @@ use std::{
 use serde::de::DeserializeOwned;
 use toml::{
     Spanned,
-    de::{DeValue, ValueDeserializer},
+    de::{DeTable, DeValue, ValueDeserializer},
 };
 
 use super::near::did_you_mean;
 
 /// A value of TOML and its position.
 pub type Toml<'a> = Spanned<DeValue<'a>>;
+
+/// The entries of a table, each with its position.
+pub(super) type Entries<'a> = Vec<(Spanned<String>, Toml<'a>)>;
+
+/// The entries of a table in the order of the text.
+pub(super) fn in_order(table: DeTable<'_>) -> Entries<'_> {
+    let owned = |key: Spanned<Cow<'_, str>>| {
+        let at = key.span();
+        Spanned::new(at, key.into_inner().into_owned())
+    };
+    let mut entries: Entries<'_> = table.into_iter().map(|(key, value)| (owned(key), value)).collect();
+    entries.sort_by_key(|(key, _)| key.span().start);
+    entries
+}
 
 /// A problem in a text.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -12,14 +12,17 @@ use std::{
 use ckfs_layouts::embedded_layouts;
 use ckfs_source::{Duplicates, SourceIo};
 use ckfs_tensor::DType;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use toml::de::DeValue;
 
 use super::{
     DEVICES_LISTED_MAX, Mesh,
     layers::{parse_range, ranges},
     near::did_you_mean,
-    value::{Choice, Fault, KeyForm, Numbers, SettingValue, Toml, deserialize, integer, read_as, read_word, rebased},
+    value::{
+        Choice, Fault, KeyForm, Numbers, SettingValue, Toml, deserialize, in_order, integer, read_as, read_word,
+        rebased,
+    },
 };
 
 /// Most threads that serve requests.
@@ -50,21 +53,17 @@ impl SettingValue for Mesh {
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
         let at = value.span();
         let fault = |reason| Fault { at: at.clone(), reason };
-        let DeValue::Table(table) = value.get_ref() else {
-            return match deserialize::<String>(value) {
-                Ok(text) => Self::from_word(&text).map_err(fault),
-                Err(_) => {
-                    Err(fault("mesh: expected a text such as \"fsdp=4,tensor=2\", or a table of sizes".to_owned()))
-                }
-            };
+        let table = match value.into_inner() {
+            DeValue::Table(table) => table,
+            DeValue::String(text) => return Self::from_word(&text).map_err(fault),
+            _ => {
+                return Err(fault("mesh: expected a text such as \"fsdp=4,tensor=2\", or a table of sizes".to_owned()));
+            }
         };
-        let mut sizes = Vec::new();
-        for (name, size) in table {
-            let number: u64 = deserialize(size.clone())?;
-            sizes.push((name.span().start, format!("{}={number}", name.get_ref())));
-        }
-        sizes.sort_unstable();
-        let axes: Vec<String> = sizes.into_iter().map(|(_, axis)| axis).collect();
+        let axis = |(name, size): (toml::Spanned<String>, Toml<'_>)| {
+            Ok(format!("{}={}", name.get_ref(), deserialize::<u64>(size)?))
+        };
+        let axes = in_order(table).into_iter().map(axis).collect::<Result<Vec<String>, _>>()?;
         let mesh = Self::from_word(&axes.join(",")).map_err(fault)?;
         // A quoted name may hold anything.
         if mesh.axes().len() == axes.len() {
@@ -719,7 +718,7 @@ impl SettingValue for ThreadCount {
 }
 
 /// The value of a layout's parameter: a text, or a number or boolean as in TOML.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(untagged, expecting = "expected a text, a number or a boolean")]
 pub enum ParamValue {
     /// A boolean.
@@ -752,11 +751,6 @@ impl SettingValue for ParamValue {
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
-        Ok(match self {
-            Self::Bool(value) => (*value).into(),
-            Self::Integer(value) => (*value).into(),
-            Self::Float(value) => (*value).into(),
-            Self::Text(value) => value.as_str().into(),
-        })
+        toml::Value::try_from(self).map_err(|error| error.to_string())
     }
 }
