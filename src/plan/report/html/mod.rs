@@ -13,6 +13,7 @@ mod records;
 
 use std::{borrow::Cow, mem};
 
+use base64::{Engine as _, prelude::BASE64_STANDARD};
 use ckfs_checkpoint::{Checkpoint, printable};
 use ckfs_tensor::Reads;
 use serde_json::{Map, Value, json};
@@ -26,7 +27,7 @@ use super::{
 
 use budget::{PageBudget, embedded, within};
 use bytes::EmbeddedFiles;
-use records::{Budgets, HtmlRecords, records};
+use records::records;
 
 /// Devices that a page shows.
 const DEVICES_MAX: usize = 1024;
@@ -34,16 +35,12 @@ const DEVICES_MAX: usize = 1024;
 const TEXT_BYTES_MAX: usize = 150_000;
 /// Views that a page shows.
 const VIEWS_MAX: usize = 32;
-/// Room of the kinds of content, in bytes. Together with the text, script and style, they are less than 5 MB.
+/// Room of the kinds of content, in bytes. Together with that of rows, the text, script and style, they are less than 5 MB.
 const FILES_BYTES: usize = 250_000;
 const DEVICES_BYTES: usize = 250_000;
 /// The lists and objects of the source and of a view, each with an equal part of this.
 const MEMBERS_BYTES: usize = 250_000;
 const MEMBERS: usize = 20;
-const ROWS_BYTES: usize = 800_000;
-const SOURCES_BYTES: usize = 800_000;
-const CUTS_BYTES: usize = 750_000;
-const PATTERNS_BYTES: usize = 800_000;
 
 const STYLE: &str = include_str!("style.css");
 const SCRIPT: &str = include_str!("script.js");
@@ -112,17 +109,7 @@ fn escaped(text: &str) -> String {
 
 /// The SHA-256 of a text in base64, as a content security policy names an element.
 fn digest(text: &str) -> String {
-    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let digest = Sha256::digest(text.as_bytes());
-    let mut encoded = String::new();
-    for bytes in digest.chunks(3) {
-        let word = (0..3).fold(0_usize, |word, at| word << 8 | usize::from(bytes.get(at).copied().unwrap_or(0)));
-        for at in 0..4 {
-            let letter = char::from(LETTERS[word >> (18 - 6 * at) & 63]);
-            encoded.push(if at <= bytes.len() { letter } else { '=' });
-        }
-    }
-    encoded
+    BASE64_STANDARD.encode(Sha256::digest(text.as_bytes()))
 }
 
 fn members(value: Value) -> Map<String, Value> {
@@ -188,32 +175,17 @@ fn view_data(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFil
     }
     data.extend(more.get("unavailable").map(|formats| ("unavailable".to_owned(), formats.clone())));
     shorten(&mut data, MEMBERS_BYTES / MEMBERS / shares);
-    let budgets = Budgets {
-        rows: room(ROWS_BYTES),
-        sources: room(SOURCES_BYTES),
-        cuts: room(CUTS_BYTES),
-        patterns: room(PATTERNS_BYTES),
-    };
-    let HtmlRecords { listed: rows, cuts, device_maps, patterns, folded, without_cut, without_bytes } =
-        records(checkpoint, plan, devices, files, Amplification::of(checkpoint, plan), budgets);
-    let (groups, tensors, bytes) = folded;
-    let folded = json!({
-        "groups": groups, "tensors": tensors, "bytes": bytes, "without_cut": without_cut, "without_bytes": without_bytes,
-    });
+    let mut page = members(json!({
+        "more_devices": plan.devices.len() - devices.len(),
+        "extremes": extremes,
+        "tensors": plan.bundle().count(),
+        "raw_files": plan.tensors.len(),
+    }));
+    page.extend(members(records(checkpoint, plan, devices, files, room)));
     data.extend(members(json!({
         "devices": listed,
         "amplification": amplification,
-        "page": {
-            "more_devices": plan.devices.len() - devices.len(),
-            "extremes": extremes,
-            "tensors": plan.bundle().count(),
-            "raw_files": plan.tensors.len(),
-            "rows": rows,
-            "cuts": cuts,
-            "device_maps": device_maps,
-            "patterns": patterns,
-            "folded": folded,
-        },
+        "page": page,
     })));
     Value::Object(data)
 }
@@ -237,7 +209,10 @@ fn extremes(devices: &[Value], amplification: &Amplification) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        records::{CUTS_BYTES, PATTERNS_BYTES, ROWS_BYTES, SOURCES_BYTES},
+        *,
+    };
 
     const HTML_BYTES_MAX: usize = 5_000_000;
 

@@ -28,29 +28,11 @@ const LEAVES_OF_PART: usize = 1;
 const PARTS_SERVED: usize = 32;
 /// Source tensors of one of those.
 const SOURCES_SHOWN: usize = 8;
-
-/// The room that the parts of one view have.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Budgets {
-    pub(super) rows: PageBudget,
-    pub(super) sources: PageBudget,
-    pub(super) cuts: PageBudget,
-    pub(super) patterns: PageBudget,
-}
-
-/// The rows of a view, and what they refer to.
-#[derive(Debug, Default)]
-pub(super) struct HtmlRecords {
-    pub(super) listed: Vec<Value>,
-    pub(super) cuts: Vec<Value>,
-    pub(super) device_maps: Vec<Value>,
-    pub(super) patterns: Vec<Value>,
-    /// Groups, tensors and bytes without a row.
-    pub(super) folded: (usize, u64, u64),
-    /// Rows whose cut, or whose bytes in the sources, are not in the page.
-    pub(super) without_cut: usize,
-    pub(super) without_bytes: usize,
-}
+/// Room of the kinds of content, in bytes.
+pub(super) const ROWS_BYTES: usize = 800_000;
+pub(super) const SOURCES_BYTES: usize = 800_000;
+pub(super) const CUTS_BYTES: usize = 750_000;
+pub(super) const PATTERNS_BYTES: usize = 800_000;
 
 struct Maker<'a> {
     checkpoint: &'a Checkpoint,
@@ -62,51 +44,55 @@ struct Maker<'a> {
     sources: PageBudget,
 }
 
-/// The rows of a view for these devices. The largest groups come first where there is not room for all.
+/// The rows of a view for these devices, and what they refer to, as members of the page. The largest groups come first where there is
+/// not room for all; `room` gives the part of a view in the room of a kind of content.
 pub(super) fn records(
     checkpoint: &Checkpoint,
     plan: &Plan,
     devices: &[u64],
     files: &EmbeddedFiles,
-    found: &Amplification,
-    budgets: Budgets,
-) -> HtmlRecords {
+    room: impl Fn(usize) -> PageBudget,
+) -> Value {
     let groups = groups(plan);
     let mut order: Vec<usize> = (0..groups.len()).collect();
     order.sort_by_key(|index| std::cmp::Reverse(groups[*index].bytes));
+    let found = Amplification::of(checkpoint, plan);
     let mut maker = Maker {
         checkpoint,
         plan,
         files,
         reads: found.tensors.iter().map(|(name, reads)| (name.as_str(), *reads)).collect(),
-        cuts: Cuts::new(plan, devices, budgets.cuts),
-        patterns: Patterns::new(checkpoint, budgets.patterns),
-        sources: budgets.sources,
+        cuts: Cuts::new(plan, devices, room(CUTS_BYTES)),
+        patterns: Patterns::new(checkpoint, room(PATTERNS_BYTES)),
+        sources: room(SOURCES_BYTES),
     };
-    let (mut of_page, mut budget) = (HtmlRecords::default(), budgets.rows);
+    let mut budget = room(ROWS_BYTES);
     let mut made: BTreeMap<usize, Value> = BTreeMap::new();
+    // Without a row, and with one whose cut, or whose bytes in the sources, are not in the page.
+    let (mut folded, mut tensors, mut bytes, mut without_cut, mut without_bytes) = (0, 0, 0, 0, 0);
     for index in order {
         let group = &groups[index];
         let mut row = maker.row(group);
         if made.len() >= ROWS_MAX || !budget.take(&row) {
-            of_page.folded.0 += 1;
-            of_page.folded.1 += group.members.len() as u64;
-            of_page.folded.2 += group.bytes;
+            folded += 1;
+            tensors += group.members.len();
+            bytes += group.bytes;
             continue;
         }
         maker.details(group, &mut row);
-        of_page.without_cut += usize::from(row["cut"].is_null());
-        of_page.without_bytes += usize::from(row["leaves"].is_null());
+        without_cut += usize::from(row["cut"].is_null());
+        without_bytes += usize::from(row["leaves"].is_null());
         made.insert(index, row);
     }
-    let Maker { cuts, patterns, .. } = maker;
-    HtmlRecords {
-        listed: made.into_values().collect(),
-        cuts: cuts.listed,
-        device_maps: cuts.device_maps,
-        patterns: patterns.listed,
-        ..of_page
-    }
+    json!({
+        "rows": made.into_values().collect::<Vec<_>>(),
+        "cuts": maker.cuts.listed,
+        "device_maps": maker.cuts.device_maps,
+        "patterns": maker.patterns.listed,
+        "folded": {
+            "groups": folded, "tensors": tensors, "bytes": bytes, "without_cut": without_cut, "without_bytes": without_bytes,
+        },
+    })
 }
 
 impl Maker<'_> {
