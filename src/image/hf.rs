@@ -35,7 +35,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
             let (parents, name) = path.rsplit_once('/').unwrap_or(("", path));
             let parent = directory.directory(HF.name).and_then(|root| mirrored(root, parents));
             let is_added = parent.is_some_and(|parent| parent.add(name, file));
-            if is_added { Ok(()) } else { Err(Problem::Hf { path: path.clone(), reason: reason() }) }
+            if is_added { Ok(()) } else { Err(Problem::File { file: format!("hf/{path}"), reason: reason() }) }
         });
         problems.extend(added.err());
     }
@@ -70,7 +70,8 @@ pub(super) fn file(input: &Arc<FormatInput>, number: usize) -> Result<Shown, Pro
         HfContent::Text(rewritten) => return Ok(text(input, path, rewritten)),
         HfContent::Weights { tensors, metadata } => {
             let laid_out = lay_out(tensors, metadata);
-            let image = laid_out.map_err(|error| Problem::Hf { path: path.clone(), reason: error.to_string() })?;
+            let image =
+                laid_out.map_err(|error| Problem::File { file: format!("hf/{path}"), reason: error.to_string() })?;
             Arc::new(WeightsFile {
                 input: Arc::clone(input),
                 number,

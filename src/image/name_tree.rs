@@ -88,13 +88,16 @@ impl NameTree {
             let before = leaves.last().map_or(&[][..], |(before, _)| before);
             let shared = before.iter().zip(&path).take_while(|(before, component)| before == component).count();
             for component in path.iter().skip(shared).filter(|name| name.len() > NAME_BYTES_MAX) {
-                problems.push(Problem::LongName { name: tensor.name.clone(), component: component.to_string() });
+                let (name, bytes) = (&tensor.name, component.len());
+                problems.push(Problem::Request(format!(
+                    "{name}: the file name {component:?} has {bytes} bytes, at most {NAME_BYTES_MAX} are possible"
+                )));
             }
             leaves.push((path, number(index)));
         }
         let tree = Self::of(leaves, &mut |path, [first, second]| {
-            let [first, second] = [first, second].map(|tensor| plan.tensors[tensor as usize].name.clone());
-            problems.push(Problem::Collision { path, first, second });
+            let [first, second] = [first, second].map(|tensor| &plan.tensors[tensor as usize].name);
+            problems.push(Problem::collision(&path, first, second));
         });
         if problems.is_empty() { Ok(tree) } else { Err(problems) }
     }

@@ -217,8 +217,8 @@ impl Plan {
         // Equal names are refused, so that their order does not matter.
         self.tensors.par_sort_unstable_by(|a, b| a.name.cmp(&b.name));
         for pair in self.tensors.windows(2).filter(|pair| pair[0].name == pair[1].name) {
-            let path = pair[0].name.clone();
-            problems.push(Problem::Collision { first: path.clone(), second: path.clone(), path });
+            let name = &pair[0].name;
+            problems.push(Problem::collision(name, name, name));
         }
     }
 

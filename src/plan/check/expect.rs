@@ -330,7 +330,7 @@ pub(crate) fn compare(
     let mut problems: Vec<Problem> =
         fold(refused, &[&strange]).into_iter().map(|group| Problem::missing(group, "")).collect();
     problems.extend(fold(misspelt, &[&gone, &known]).into_iter().map(|group| Problem::UnexpectedTensor { group }));
-    problems.extend(differing.into_iter().map(|hole| Problem::Hole { hole }));
+    problems.extend(differing.into_iter().map(Problem::Hole));
     let warning = doubt.filter(|_| !allowed.is_empty()).map_or_else(
         || scan.remark().filter(|_| !expected.is_empty()),
         |doubt| Some(format!("{} tensors of a complete model are missing; not refused, as {doubt}", allowed.len())),

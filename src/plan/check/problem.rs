@@ -25,24 +25,6 @@ pub enum Problem {
         #[source]
         error: ViewError,
     },
-    /// Two tensors would have one name, or one would be a directory that holds the other.
-    #[error("{} would both be at {path}", pair(first, second))]
-    Collision {
-        /// Path in the mount.
-        path: String,
-        /// One tensor.
-        first: String,
-        /// The other.
-        second: String,
-    },
-    /// A name is too long for a file.
-    #[error("{name}: the file name {component:?} has {} bytes, at most 255 are possible", component.len())]
-    LongName {
-        /// The tensor.
-        name: String,
-        /// The path component.
-        component: String,
-    },
     /// No scheme decodes the quantization of some weights.
     #[error(
         "{}: quantized as {method}, which ckfs does not decode; without --dequantize and --dtype the layouts \
@@ -77,11 +59,8 @@ pub enum Problem {
         rule: RuleLocation,
     },
     /// Some layers lack a tensor that their neighbours have, or have it in another shape.
-    #[error("{hole}; config.json does not say why")]
-    Hole {
-        /// Tensor and layers.
-        hole: Hole,
-    },
+    #[error("{0}; config.json does not say why")]
+    Hole(Hole),
     /// Tensors whose shape differs from the shape in a layout's rule.
     #[error("{rule}{file}: {}: expected shape {expected}, found {found}", group.counted())]
     SourceShape {
@@ -122,7 +101,7 @@ pub enum Problem {
         /// The reason.
         reason: String,
     },
-    /// A request that does not fit the mesh or the tensors.
+    /// A request that does not fit the mesh or the tensors, or a name that cannot be that of a file.
     #[error("{0}")]
     Request(String),
     /// A place in a layout file is malformed, or its rule does not fit the repository.
@@ -147,14 +126,6 @@ pub enum Problem {
         /// The reason.
         reason: String,
     },
-    /// The repository cannot be shown as `hf/` with these options.
-    #[error("hf/{path}: {reason}")]
-    Hf {
-        /// The file.
-        path: String,
-        /// The reason.
-        reason: String,
-    },
 }
 
 /// Where a rule stands: a layout file and the line, if it is in one.
@@ -172,11 +143,12 @@ impl Problem {
     pub(crate) fn missing(group: NameGroup, for_target: impl Into<String>) -> Self {
         Self::MissingTensor { group, for_target: for_target.into(), rule: RuleLocation::default() }
     }
-}
 
-/// Two tensors, which may have one name.
-fn pair(first: &str, second: &str) -> String {
-    if first == second { format!("two tensors named {first}") } else { format!("{first} and {second}") }
+    /// Two tensors, which may have one name, that would be at one path of the mount, or one would be a directory that holds the other.
+    pub fn collision(path: &str, first: &str, second: &str) -> Self {
+        let pair = if first == second { format!("two tensors named {first}") } else { format!("{first} and {second}") };
+        Self::Request(format!("{pair} would both be at {path}"))
+    }
 }
 
 fn missing_layers(layers: &BTreeSet<u64>) -> String {
@@ -228,7 +200,7 @@ impl PlanError {
             matches!(
                 problem,
                 Problem::MissingTensor { .. } | Problem::UnexpectedTensor { .. } | Problem::MissingLayers { .. }
-            ) || matches!(problem, Problem::Hole { hole } if hole.shapes.is_none())
+            ) || matches!(problem, Problem::Hole(hole) if hole.shapes.is_none())
         };
         self.problems.iter().any(of_names)
     }
@@ -252,7 +224,7 @@ impl PlanError {
     /// The first tensor that has another shape than that of the other layers.
     pub fn of_other_shape(&self) -> Option<&str> {
         self.problems.iter().find_map(|problem| {
-            let Problem::Hole { hole } = problem else { return None };
+            let Problem::Hole(hole) = problem else { return None };
             hole.shapes.is_some().then_some(hole.example.as_str())
         })
     }

@@ -89,7 +89,7 @@ pub(crate) fn rename(drafts: &mut [Draft], rules: &[Rename], flat: bool, problem
             let reason = format!("{old} would have no name");
             problems.push(Problem::File { file: "rename".to_owned(), reason });
         } else if let Some(first) = olds.get(&new) {
-            problems.push(Problem::Collision { path: new, first: first.clone(), second: old.clone() });
+            problems.push(Problem::collision(&new, first, &old));
             draft.name = old;
         } else {
             olds.insert(new, old);

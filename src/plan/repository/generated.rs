@@ -31,7 +31,7 @@ pub(crate) fn files(
 ) -> Result<Vec<HfFile>, Vec<Problem>> {
     let Some(config) = config else {
         let reason = "expected one: give the model's directory or org/name by --config-from".to_owned();
-        return Err(vec![Problem::Hf { path: "config.json".to_owned(), reason }]);
+        return Err(vec![Problem::File { file: "hf/config.json".to_owned(), reason }]);
     };
     tensors.sort_by(|(left, _), (right, _)| natural(left, right));
     let nested = checkpoint.dialect().text_config.as_deref();

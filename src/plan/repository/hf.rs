@@ -53,11 +53,8 @@ fn collisions(original: &Checkpoint, shown: &[Shown]) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (id, name, _) in shown {
         if let Some(first) = names.insert(name, *id) {
-            problems.push(Problem::Collision {
-                path: format!("hf: {name}"),
-                first: original.tensor(first).name.to_owned(),
-                second: original.tensor(*id).name.to_owned(),
-            });
+            let (first, second) = (original.tensor(first).name, original.tensor(*id).name);
+            problems.push(Problem::collision(&format!("hf: {name}"), first, second));
         }
     }
     problems
@@ -416,7 +413,7 @@ fn index(
     weight_map: &[(&str, &str)],
     total: u64,
 ) -> Result<Option<Vec<u8>>, Problem> {
-    let problem = |reason: String| Problem::Hf { path: path.to_owned(), reason };
+    let problem = |reason: String| Problem::File { file: format!("hf/{path}"), reason };
     let bytes = checkpoint.source().read_whole(file, INDEX_BYTES_MAX).map_err(problem)?;
     rewritten_index(&bytes, weight_map, total).map_err(|error| problem(error.to_string()))
 }
