@@ -22,7 +22,7 @@ use super::{
     pattern::Pattern,
     problem::PlanError,
     rename::{self, Rename},
-    text_model::{self, TextModel},
+    text_model::{self, QUANTIZATION, TextModel},
 };
 
 /// The selected tensors of a checkpoint.
@@ -526,9 +526,6 @@ fn configuration(
     }
     (Some(config), no_hf)
 }
-
-/// Members that may hold the settings of quantization.
-const QUANTIZATION: [&str; 3] = ["quantization_config", "compression_config", "quantization"];
 
 /// Whether the settings of quantization tell single layers apart.
 fn names_layers(members: &Map<String, Value>) -> bool {

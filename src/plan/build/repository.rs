@@ -7,7 +7,7 @@ use ckfs_checkpoint::{Checkpoint, Container, FileRole};
 use super::{
     super::{
         Draft, HfContent, HfFile, Layout, NameGroup, PlanError, Problem, Tied, generated, hf, quantize::Quantizer,
-        text_model::TextModel, values::Values,
+        values::Values,
     },
     request::{asked, decoded, decodes},
     stage::{Builder, ChosenLayout, Selection, groups_of},
@@ -48,7 +48,12 @@ impl Builder<'_> {
             let names = hf::HfNames { renames, tie, text };
             let files = match original.container() {
                 Container::Gguf | Container::Ranks => {
-                    assembled(original, &values, names, options.shard_bytes_max, quantizer.as_ref())
+                    // Its tensors are spread over files.
+                    let tensors = hf::tensors(original, &values, names, quantizer.as_ref());
+                    let of = (None, names.text);
+                    tensors.and_then(|tensors| {
+                        generated::files(part, tensors, of, options.shard_bytes_max, quantizer.as_ref())
+                    })
                 }
                 Container::Safetensors | Container::Torch | Container::Dcp | Container::Orbax => {
                     hf::plan(original, &values, names, quantizer.as_ref())
@@ -97,15 +102,12 @@ impl Builder<'_> {
         if let (Some(reason), None) = (&wanted.selected.no_text, inverse) {
             return Some(self.no_repository(reason, true));
         }
-        let alone = text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
-        let config = inverse.map(|inverted| &inverted.config).or(alone.as_ref()).or_else(|| checkpoint.config());
         let name = |name: &String| text.map_or_else(|| name.clone(), |text| text.name(name));
         let tensor = |draft: &Draft| (name(&draft.name), draft.view.clone());
         let tensors = drafts.iter().map(tensor).collect();
-        let is_text = text.is_some_and(TextModel::is_text) || inverse.is_some_and(|inverted| inverted.is_text);
-        let shard_bytes_max = options.shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
-        let files = generated::files(checkpoint, tensors, (config, is_text), shard_bytes_max, quantizer);
-        let kept = chosen.inverse.as_ref().map_or_else(Vec::new, |inverted| inverted.kept.clone());
+        let own = inverse.map(|inverted| (&inverted.config, inverted.is_text));
+        let files = generated::files(checkpoint, tensors, (own, text), options.shard_bytes_max, quantizer);
+        let kept = inverse.map_or_else(Vec::new, |inverted| inverted.kept.clone());
         Some(HfFiles { files: self.or_default(files), kept, absent: None })
     }
 
@@ -161,26 +163,4 @@ impl Builder<'_> {
         }
         HfFiles { absent: Some(reason.to_owned()), ..HfFiles::default() }
     }
-}
-
-/// The files of `hf/` of a repository whose tensors are spread over files.
-fn assembled(
-    original: &Checkpoint,
-    values: &Values<'_>,
-    names: hf::HfNames<'_>,
-    shard_bytes_max: Option<u64>,
-    quantizer: Option<&Quantizer<'_>>,
-) -> Result<Vec<HfFile>, Vec<Problem>> {
-    let checkpoint = values.checkpoint();
-    let tensors = hf::tensors(original, values, names, quantizer)?;
-    let alone = names.text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
-    let config = alone.as_ref().or_else(|| checkpoint.config());
-    let shard_bytes_max = shard_bytes_max.unwrap_or(generated::SHARD_BYTES_MAX);
-    generated::files(
-        checkpoint,
-        tensors,
-        (config, names.text.is_some_and(TextModel::is_text)),
-        shard_bytes_max,
-        quantizer,
-    )
 }

@@ -15,20 +15,24 @@ use super::super::{
 };
 
 /// Most bytes of the tensors of a weight file, unless the user says otherwise: as transformers saves them.
-pub(crate) const SHARD_BYTES_MAX: u64 = 5_000_000_000;
+const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 
-/// The files of a repository with these tensors. With `is_text` they are those of the text model of a larger model. A tensor
-/// of more than `shard_bytes_max` bytes is a file by itself.
+/// The files of a repository with these tensors. They are of the model that the configuration and the word of `own` tell of, which says
+/// whether it is the text model of a larger one; or else of `text`, the part of a model; or else of the checkpoint's own model. A
+/// tensor of more than `shard_bytes_max` bytes is a file by itself.
 ///
 /// # Errors
 /// There is no configuration.
 pub(crate) fn files(
     checkpoint: &Checkpoint,
     mut tensors: Vec<(String, View)>,
-    (config, is_text): (Option<&Json>, bool),
-    shard_bytes_max: u64,
+    (own, text): (Option<(&Json, bool)>, Option<&TextModel>),
+    shard_bytes_max: Option<u64>,
     quantizer: Option<&Quantizer<'_>>,
 ) -> Result<Vec<HfFile>, Vec<Problem>> {
+    let alone = text.and_then(|text| Some(text.config(checkpoint.config()?, checkpoint.dialect().tied)));
+    let is_text = own.is_some_and(|(_, is_text)| is_text) || text.is_some_and(TextModel::is_text);
+    let config = own.map(|(config, _)| config).or(alone.as_ref()).or_else(|| checkpoint.config());
     let Some(config) = config else {
         let reason = "expected one: give the model's directory or org/name by --config-from".to_owned();
         return Err(vec![Problem::File { file: "hf/config.json".to_owned(), reason }]);
@@ -62,7 +66,7 @@ pub(crate) fn files(
     files.retain(|file| (!is_text || TextModel::has_file(&file.path)) && !file.tells_quantization());
     files.extend(quantizer.and_then(Quantizer::file).map(|value| text(HF_QUANT_CONFIG, &value)));
     let total: u64 = tensors.iter().map(|(_, view)| bytes_of(view)).sum();
-    let shards = split(tensors, shard_bytes_max);
+    let shards = split(tensors, shard_bytes_max.unwrap_or(SHARD_BYTES_MAX));
     let count = shards.len();
     let mut map = Map::new();
     for (number, tensors) in shards.into_iter().enumerate() {

@@ -15,7 +15,7 @@ use super::super::{
     problem::Problem,
     quantize::{HF_QUANT_CONFIG, Quantizer, quantization_file},
     rename::{self, Rename},
-    text_model::TextModel,
+    text_model::{QUANTIZATION, TextModel},
     values::{Values, converts},
 };
 
@@ -399,9 +399,6 @@ fn is_undone(checkpoint: &Checkpoint) -> bool {
 
 /// Files that tell how weights are quantized, as `ModelOpt`, GPTQ's and AWQ's libraries write them.
 const QUANTIZATION_FILES: [&str; 3] = ["hf_quant_config.json", "quantize_config.json", "quant_config.json"];
-
-/// Members of `config.json` that tell how weights are quantized; the last is MLX's.
-const QUANTIZATION: [&str; 3] = ["quantization_config", "compression_config", "quantization"];
 
 /// Longest index that is rewritten, in bytes.
 const INDEX_BYTES_MAX: u64 = 256 << 20;

@@ -80,6 +80,9 @@ const PREFIXES: [(&str, &str); 3] =
 /// Members of the whole model's configuration that a part takes over if it has none of its own.
 const INHERITED: [&str; 5] = ["dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id"];
 
+/// Members of `config.json` that tell how weights are quantized; the last is MLX's.
+pub(crate) const QUANTIZATION: [&str; 3] = ["quantization_config", "compression_config", "quantization"];
+
 /// Files that describe the input of the other parts: images, video and sound.
 const PROCESSORS: [&str; 4] = [
     "preprocessor_config.json",
