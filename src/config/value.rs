@@ -352,26 +352,19 @@ pub(super) fn rebased(path: &Path, base: &Path) -> PathBuf {
     std::path::absolute(&joined).unwrap_or(joined)
 }
 
-/// Integers that are not numbers of bytes.
-macro_rules! number {
-    ($($kind:ty),*) => {$(
-        impl SettingValue for $kind {
-            fn from_word(text: &str) -> Result<Self, String> {
-                text.parse().map_err(|_| format!("expected a whole number up to {}, found {text:?}", Self::MAX))
-            }
+impl SettingValue for u32 {
+    fn from_word(text: &str) -> Result<Self, String> {
+        text.parse().map_err(|_| format!("expected a whole number up to {}, found {text:?}", Self::MAX))
+    }
 
-            fn to_toml(&self) -> Result<toml::Value, String> {
-                integer(u64::from(*self))
-            }
+    fn to_toml(&self) -> Result<toml::Value, String> {
+        Ok(i64::from(*self).into())
+    }
 
-            fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-                deserialize(value)
-            }
-        }
-    )*};
+    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
+        deserialize(value)
+    }
 }
-
-number!(u32, u64);
 
 /// An integer of TOML has 63 bits without the sign; ours have 64.
 pub(super) fn integer(number: u64) -> Result<toml::Value, String> {
