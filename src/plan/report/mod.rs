@@ -3,7 +3,6 @@
 mod advice;
 mod amounts;
 mod effects;
-mod groups;
 mod html;
 mod json;
 mod summary;

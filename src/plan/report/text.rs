@@ -11,8 +11,7 @@ use super::{
     },
     advice::{advice, exceeds, reasons},
     amounts::{factor, human_bytes, hundredths, percent, reads_text},
-    effects::{AxisEffect, axis_effects, bytes_per_device},
-    groups::groups,
+    effects::{AxisEffect, axis_effects, bytes_per_device, groups},
 };
 
 /// Devices that the text lists; JSON lists all.

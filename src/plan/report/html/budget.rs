@@ -5,25 +5,19 @@ use serde_json::Value;
 
 /// Bytes that are left for one kind of content.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct PageBudget {
-    left_bytes: usize,
-}
+pub(super) struct PageBudget(pub(super) usize);
 
 impl PageBudget {
-    pub(super) const fn new(left_bytes: usize) -> Self {
-        Self { left_bytes }
-    }
-
     /// Takes what a value occupies in the page. `false`, and nothing taken, if that is more than is left.
     pub(super) fn take(&mut self, value: &Value) -> bool {
         let cost = printable(&embedded(value)).len() + 1;
-        let left = self.left_bytes.checked_sub(cost);
-        self.left_bytes = left.unwrap_or(self.left_bytes);
+        let left = self.0.checked_sub(cost);
+        self.0 = left.unwrap_or(self.0);
         left.is_some()
     }
 
     pub(super) const fn is_spent(self) -> bool {
-        self.left_bytes < 64
+        self.0 < 64
     }
 }
 

@@ -121,26 +121,19 @@ pub(super) fn source_json(checkpoint: &Checkpoint, files: &EmbeddedFiles, id: Te
     let info = checkpoint.tensor(id);
     let (file, span) = (info.file(), info.span());
     let codec = checkpoint.source().coded(file, span.start()).map(|coded| coded.codec);
-    json!([info.name, files.number(file), span.start(), span.end(), codec])
+    json!([info.name, number_of(checkpoint, files, file), span.start(), span.end(), codec])
 }
 
-/// The files of the sources, as the page numbers them.
-#[derive(Debug)]
-pub(super) struct EmbeddedFiles {
-    numbers: HashMap<FileId, usize>,
-    /// The number of a file that is not the checkpoint's own.
-    other: usize,
+/// The files of the sources by the numbers that the page has for them. A file that is not the checkpoint's own has the next.
+pub(super) type EmbeddedFiles = HashMap<FileId, usize>;
+
+/// The numbers of all files.
+pub(super) fn numbered(checkpoint: &Checkpoint) -> EmbeddedFiles {
+    let files = checkpoint.files().iter().enumerate();
+    files.filter_map(|(number, file)| Some((file.file?, number))).collect()
 }
 
-impl EmbeddedFiles {
-    pub(super) fn new(checkpoint: &Checkpoint) -> Self {
-        let files = checkpoint.files().iter().enumerate();
-        let numbers = files.filter_map(|(number, file)| Some((file.file?, number))).collect();
-        Self { numbers, other: checkpoint.files().len() }
-    }
-
-    /// The number of a file.
-    pub(super) fn number(&self, file: FileId) -> usize {
-        self.numbers.get(&file).copied().unwrap_or(self.other)
-    }
+/// The number of a file.
+pub(super) fn number_of(checkpoint: &Checkpoint, files: &EmbeddedFiles, file: FileId) -> usize {
+    files.get(&file).copied().unwrap_or(checkpoint.files().len())
 }

@@ -8,7 +8,7 @@ use std::{
 use ckfs_tensor::Region;
 use serde_json::{Value, json};
 
-use super::{super::groups::TensorGroup, budget::PageBudget};
+use super::{super::effects::TensorGroup, budget::PageBudget};
 use crate::{Plan, PlannedTensor, leaf::ReadLeaf};
 
 /// The parts of the tensors of a group.

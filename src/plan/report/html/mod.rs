@@ -26,7 +26,7 @@ use super::{
 };
 
 use budget::{PageBudget, embedded, within};
-use bytes::EmbeddedFiles;
+use bytes::{EmbeddedFiles, numbered};
 use records::records;
 
 /// Devices that a page shows.
@@ -48,11 +48,11 @@ const BODY: &str = include_str!("body.html");
 
 /// The page of these views. Where files are remote, `needs` are those of all views.
 pub fn html(checkpoint: &Checkpoint, views: &[ViewReport<'_>], needs: Option<&RemoteBytes>) -> String {
-    let files = EmbeddedFiles::new(checkpoint);
+    let files = numbered(checkpoint);
     let shown = &views[..views.len().min(VIEWS_MAX)];
     let shares = shown.len().max(1);
     let mut data = members(source_json(checkpoint));
-    let (listed, more_files) = within(&mut PageBudget::new(FILES_BYTES), array(data.remove("files")));
+    let (listed, more_files) = within(&mut PageBudget(FILES_BYTES), array(data.remove("files")));
     shorten(&mut data, MEMBERS_BYTES / MEMBERS);
     let describe = checkpoint.dialect().describe();
     let view = |view| view_data(checkpoint, view, &files, shares);
@@ -129,11 +129,11 @@ fn shorten(of: &mut Map<String, Value>, room_bytes: usize) {
     for (name, value) in &mut *of {
         let others = match value {
             Value::Array(values) => {
-                let (kept, others) = within(&mut PageBudget::new(room_bytes), mem::take(values));
+                let (kept, others) = within(&mut PageBudget(room_bytes), mem::take(values));
                 *values = kept;
                 others
             }
-            Value::Object(members) if !PageBudget::new(room_bytes).take(&json!(members)) => mem::take(members).len(),
+            Value::Object(members) if !PageBudget(room_bytes).take(&json!(members)) => mem::take(members).len(),
             Value::Object(_) | Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => 0,
         };
         if others > 0 {
@@ -160,7 +160,7 @@ fn make_printable(value: &mut Value) {
 /// A view as `ckfs plan --json` has it, bounded, with what the page draws in place of the tensors.
 fn view_data(checkpoint: &Checkpoint, view: &ViewReport<'_>, files: &EmbeddedFiles, shares: usize) -> Value {
     let ViewReport { name, plan, more } = view;
-    let room = |bytes: usize| PageBudget::new(bytes / shares);
+    let room = |bytes: usize| PageBudget(bytes / shares);
     let mut data = members(view_json(checkpoint, name, plan));
     let all = array(data.remove("devices"));
     let extremes = extremes(&all, Amplification::of(checkpoint, plan));

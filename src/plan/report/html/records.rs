@@ -7,9 +7,9 @@ use ckfs_tensor::{Reads, TensorId};
 use serde_json::{Value, json};
 
 use super::{
-    super::groups::{TensorGroup, groups},
+    super::effects::{TensorGroup, groups},
     budget::PageBudget,
-    bytes::{EmbeddedFiles, Patterns, source_json, sources_of},
+    bytes::{EmbeddedFiles, Patterns, number_of, source_json, sources_of},
     cuts::{Cut, CutPart, Cuts, repeated},
 };
 use crate::{
@@ -138,7 +138,8 @@ impl Maker<'_> {
     fn files_of(&mut self, group: &TensorGroup<'_>) -> Value {
         let mut files: BTreeMap<usize, u64> = BTreeMap::new();
         let mut of_source = |id: TensorId| {
-            *files.entry(self.files.number(self.checkpoint.tensor(id).file())).or_default() += 1;
+            let file = self.checkpoint.tensor(id).file();
+            *files.entry(number_of(self.checkpoint, self.files, file)).or_default() += 1;
         };
         group.members.iter().for_each(|member| member.view.for_each_stored(&mut of_source));
         let files: Value = files.iter().map(|(file, count)| json!([file, count])).collect();
