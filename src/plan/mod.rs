@@ -53,10 +53,7 @@ mod split;
 mod stored;
 pub mod values;
 
-pub use check::{
-    hole::Hole,
-    problem::{self, PlanError, Problem},
-};
+pub use check::problem::{self, Hole, PlanError, Problem};
 pub use draft::{Bundled, Draft, Roles};
 pub use embedded::Embedded;
 pub use family::Family;
@@ -83,7 +80,7 @@ pub use split::{
 };
 
 use self::{
-    check::{expect, hole, holes, narrow, survey, unused, widths},
+    check::{expect, holes, narrow, survey, unused, widths},
     name::{member, name_group, names, naming, parsed},
     need::{leaf, needed, page_reads},
     repository::{generated, text_model},

@@ -15,9 +15,9 @@ use strsim::levenshtein;
 
 use super::super::{
     family::Family,
-    hole::Hole,
     name_group::{fold, stars},
     parsed::{NameKind, ParsedNames},
+    problem::Hole,
     select,
 };
 
@@ -116,12 +116,6 @@ impl Misshapen {
     }
 }
 
-/// Tensors that have another shape in some layers, for their report.
-struct Differing<'a> {
-    found: &'a Misshapen,
-    is_width: bool,
-}
-
 struct Stem<'a> {
     checkpoint: &'a Checkpoint,
     /// The prefix of the layer's number.
@@ -166,23 +160,20 @@ impl Stem<'_> {
             alike.entry((found, is_width(rest, found))).or_default().push(rest);
         }
         for ((found, is_width), rests) in alike {
-            let differing = Differing { found, is_width };
-            holes.extend(self.folded(rests.into_iter(), (&found.layers, &found.pattern), Some(&differing)));
+            holes.extend(self.folded(rests.into_iter(), (&found.layers, &found.pattern), Some((found, is_width))));
         }
         holes
     }
 
-    /// Holes of several tensors alike. Tensors whose names differ only in a number are one hole.
+    /// Holes of several tensors alike. Tensors whose names differ only in a number are one hole. `differing` is what has another shape in
+    /// some layers, and whether these differ in width.
     fn folded<'r>(
         &self,
         rests: impl Iterator<Item = &'r str>,
         (layers, pattern): (&[u64], &[bool]),
-        differing: Option<&Differing<'_>>,
+        differing: Option<(&Misshapen, bool)>,
     ) -> Vec<Hole> {
-        let of = |is: bool| -> BTreeSet<u64> {
-            layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| *layer).collect()
-        };
-        let (present, absent) = (of(true), of(false));
+        let (present, absent) = (of(layers, pattern, true), of(layers, pattern, false));
         let mut alike: BTreeMap<String, Vec<&str>> = BTreeMap::new();
         for rest in rests {
             alike.entry(stars(rest)).or_default().push(rest);
@@ -194,8 +185,9 @@ impl Stem<'_> {
             let example = format!("{}{}.{}", self.before, absent.first()?, rests.first()?);
             let (present, absent) = (present.clone(), absent.clone());
             let shape = |extents: &[u64]| Shape::try_new(extents).ok();
-            let shapes = differing.and_then(|of| Some((shape(&of.found.usual)?, shape(&of.found.other)?)));
-            let (is_width, has_several) = differing.map_or((false, false), |of| (of.is_width, of.found.has_several));
+            let shapes = differing.and_then(|(found, _)| Some((shape(&found.usual)?, shape(&found.other)?)));
+            let is_width = differing.is_some_and(|(_, is_width)| is_width);
+            let has_several = differing.is_some_and(|(found, _)| found.has_several);
             Some(Hole { group, present, absent, shapes, is_width, has_several, example, of_text: self.of_text })
         };
         alike.into_values().filter_map(hole).collect()
@@ -241,6 +233,11 @@ impl Stem<'_> {
         let found = Misshapen { layers, pattern, usual: usual.to_vec(), other, has_several, is_hole };
         (is_hole || !is_told).then_some(found)
     }
+}
+
+/// The layers for which the pattern says so.
+fn of(layers: &[u64], pattern: &[bool], is: bool) -> BTreeSet<u64> {
+    layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| *layer).collect()
 }
 
 /// Whether a pattern repeats at least twice.
@@ -317,11 +314,10 @@ impl LayerLists {
             });
             same && kinds.len() <= KINDS_MAX.min(layers.len() / 2).max(2)
         };
-        let of = |is: bool, base: u64| -> BTreeSet<u64> {
-            layers.iter().zip(pattern).filter(|(_, present)| **present == is).map(|(layer, _)| layer + base).collect()
-        };
         // Some lists count layers from 1.
-        let sets = [of(true, 0), of(false, 0), of(true, 1), of(false, 1)];
+        let next: Vec<u64> = layers.iter().map(|layer| layer + 1).collect();
+        let sets = [layers, &next].into_iter().flat_map(|of| [true, false].map(|is| self::of(of, pattern, is)));
+        let sets: Vec<_> = sets.collect();
         self.per_layer.iter().any(by_kind) || self.numbers.iter().any(|numbers| sets.contains(numbers))
     }
 }

@@ -25,17 +25,15 @@ struct Width {
 }
 
 /// Layers, with their extent of an axis and the usual one.
-type OtherWidth<'a> = (&'a BTreeSet<u64>, u64, u64);
+type OtherWidth = (BTreeSet<u64>, u64, u64);
 
 impl Width {
-    fn differing(&self) -> BTreeSet<OtherWidth<'_>> {
-        let of = |(other, _): &(Shape, BTreeSet<u64>)| {
+    fn differing(&self) -> BTreeSet<OtherWidth> {
+        let of = |(other, layers): &(Shape, BTreeSet<u64>)| {
             let pairs = other.extents().iter().zip(self.usual.0.extents()).filter(|(other, usual)| other != usual);
-            pairs.map(|(other, usual)| (*other, *usual)).collect::<Vec<_>>()
+            pairs.map(|(other, usual)| (layers.clone(), *other, *usual)).collect::<Vec<_>>()
         };
-        let each =
-            self.others.iter().flat_map(|other| of(other).into_iter().map(|(one, usual)| (&other.1, one, usual)));
-        each.collect()
+        self.others.iter().flat_map(of).collect()
     }
 }
 
@@ -89,18 +87,13 @@ fn find(checkpoint: &Checkpoint) -> Vec<Width> {
     };
     let found: Vec<Width> = groups.into_values().filter_map(width).collect();
     // A width is one of several tensors. One tensor alone is a damaged one.
-    let mut tensors: BTreeMap<OtherWidth<'_>, usize> = BTreeMap::new();
+    let mut tensors: BTreeMap<OtherWidth, usize> = BTreeMap::new();
     for differing in found.iter().flat_map(Width::differing) {
         *tensors.entry(differing).or_default() += 1;
     }
-    let shared: Vec<BTreeSet<BTreeSet<u64>>> = found
-        .iter()
-        .map(|width| {
-            let several = width.differing().into_iter().filter(|of| tensors[of] > 1);
-            several.map(|(layers, ..)| layers.clone()).collect()
-        })
-        .collect();
-    let kept = |(mut width, shared): (Width, BTreeSet<BTreeSet<u64>>)| {
+    let kept = |mut width: Width| {
+        let shared: BTreeSet<_> =
+            width.differing().into_iter().filter(|of| tensors[of] > 1).map(|(layers, ..)| layers).collect();
         let first = |width: &Width| width.others.first().and_then(|(_, layers)| layers.first().copied());
         let before = first(&width);
         width.others.retain(|(_, layers)| shared.contains(layers));
@@ -108,7 +101,7 @@ fn find(checkpoint: &Checkpoint) -> Vec<Width> {
         width.example = width.example.replacen(&format!(".{before}."), &format!(".{after}."), 1);
         Some(width)
     };
-    found.into_iter().zip(shared).filter_map(kept).collect()
+    found.into_iter().filter_map(kept).collect()
 }
 
 /// A name with `*` for its numbers, which may be folded.
