@@ -562,13 +562,6 @@ struct StackMember {
     at: usize,
 }
 
-/// A stack.
-struct Stack {
-    draft: Draft,
-    /// Numbers of the drafts that it has in it.
-    members: Vec<usize>,
-}
-
 /// Drafts of the named tensors, of which `names` are the unscanned names, and of their stacks. The stacks leave out the
 /// tensors of `predictors`.
 fn build(
@@ -632,18 +625,11 @@ fn build(
 /// Adds the stacks of all groups.
 fn add_stacks(groups: StackGroups<'_>, drafts: &mut Vec<Draft>, problems: &mut Vec<Problem>) {
     // A stack is left out if its name is taken: by a tensor of that name, or by a stack of experts that is one tensor.
-    let is_like_a_stack = |draft: &&Draft| draft.name.contains("layers.scanned.");
-    let mut taken: HashSet<String> = drafts
-        .par_iter()
-        .filter(is_like_a_stack)
-        .map(|draft| draft.name.clone())
-        .collect::<Vec<_>>()
-        .into_iter()
-        .collect();
-    let mut groups: Vec<_> = groups
-        .into_iter()
-        .map(|(name, members)| (members.iter().any(|member| member.expert.is_some()), name, members))
-        .collect();
+    let like_stacks = drafts.par_iter().filter(|draft| draft.name.contains("layers.scanned."));
+    let mut taken: std::collections::HashSet<String> = like_stacks.map(|draft| draft.name.clone()).collect();
+    let with_expert =
+        |(name, members): (_, Vec<StackMember>)| (members.iter().any(|member| member.expert.is_some()), name, members);
+    let mut groups: Vec<_> = groups.into_iter().map(with_expert).collect();
     groups.sort_by_key(|(has_expert, name, _)| (*has_expert, *name));
     let named = groups.into_iter().filter_map(|(has_expert, (prefix, rest), members)| {
         let name = format!("{prefix}layers.scanned.{}", naming::without_expert(rest, has_expert));
@@ -653,7 +639,7 @@ fn add_stacks(groups: StackGroups<'_>, drafts: &mut Vec<Draft>, problems: &mut V
     let stacks: Vec<_> = named.into_par_iter().map(|(name, members)| scan(name, members, drafts)).collect();
     for stack in stacks {
         match stack {
-            Ok(Some(Stack { draft, members })) => {
+            Ok(Some((draft, members))) => {
                 for at in members {
                     drafts[at].bundled.scanned = false;
                 }
@@ -665,8 +651,9 @@ fn add_stacks(groups: StackGroups<'_>, drafts: &mut Vec<Draft>, problems: &mut V
     }
 }
 
-/// Stacks the largest group of layers whose members are alike. In scanned bundles the stack is in the place of its members.
-fn scan(name: String, mut members: Vec<StackMember>, drafts: &[Draft]) -> Result<Option<Stack>, Problem> {
+/// Stacks the largest group of layers whose members are alike. In scanned bundles the stack is in the place of its members, of which the
+/// numbers of the drafts are returned too.
+fn scan(name: String, mut members: Vec<StackMember>, drafts: &[Draft]) -> Result<Option<(Draft, Vec<usize>)>, Problem> {
     members.par_sort_by_key(|member| (member.layer, member.expert));
     let layers: Vec<&[StackMember]> = members.chunk_by(|a, b| a.layer == b.layer).collect();
     let view = |member: &StackMember| &drafts[member.at].view;
@@ -713,7 +700,7 @@ fn scan(name: String, mut members: Vec<StackMember>, drafts: &[Draft]) -> Result
     let layers: Arc<[u64]> = largest.iter().map(|layer| layer[0].layer).collect();
     let bundled = Bundled { scanned: true, unscanned: false };
     let draft = Draft { name, view, roles, bundled, layers: Some(layers) };
-    Ok(Some(Stack { draft, members }))
+    Ok(Some((draft, members)))
 }
 
 /// The output head, if it is the embedding and the repository does not store it again.

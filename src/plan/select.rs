@@ -485,12 +485,14 @@ fn configuration(
     let Some(config) = base.config() else { return (None, None) };
     let mut config = config.clone();
     let nested = base.dialect().text_config.clone();
-    let mut no_hf = None;
     let declared = base.dialect().declared_layers;
     let (kept, total) = kept_layers(base, subset, layers, dropped_mtp);
     let predicting = kept.iter().filter(|layer| Some(**layer) >= declared).count();
     let mut members: Vec<&mut Map<String, Value>> = Vec::new();
-    let Some(top) = config.as_object_mut() else { return (None, no_hf) };
+    let Some(top) = config.as_object_mut() else { return (None, None) };
+    let has_gap = !subset.renumber && moves_predictors(base, &kept);
+    let mut no_hf =
+        has_gap.then(|| "layers that predict further tokens keep numbers that are not the next ones".to_owned());
     // The nested member is removed and inserted again, since both objects change.
     let mut inner = nested.as_ref().and_then(|name| top.get_mut(name)).map(Value::take);
     members.push(top);
@@ -502,11 +504,6 @@ fn configuration(
                     members.insert(count.to_owned(), json!(predicting));
                 }
             }
-        }
-        if !subset.renumber && moves_predictors(base, &kept) {
-            no_hf = no_hf.or_else(|| {
-                Some("layers that predict further tokens keep numbers that are not the next ones".to_owned())
-            });
         }
         let is_moved = subset.renumber && !kept.iter().copied().eq(0..kept.len() as u64);
         if is_moved && base.raw().next().is_some() && names_layers(members) {

@@ -448,10 +448,8 @@ impl<'a> Builder<'a> {
             if !is_canonical {
                 return canonical::hf_drafts(seen, family, values, split);
             }
-            if std::ptr::eq(seen, whole) {
-                return canonical::drafts((seen, &names), family, values, split);
-            }
-            canonical::drafts((seen, &ParsedNames::of(seen)), family, values, split)
+            let own = (!std::ptr::eq(seen, whole)).then(|| ParsedNames::of(seen));
+            canonical::drafts((seen, own.as_ref().unwrap_or(&names)), family, values, split)
         };
         let (found, drafts) = rayon::join(compare, drafts);
         self.found(found);
