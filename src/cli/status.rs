@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{anyhow, bail};
 use ckfs_checkpoint::printable_lines;
-use ckfs_config::{Config, DtypeChoice, LayoutChoice};
+use ckfs_config::{Config, LayoutChoice};
 use ckfs_fuse::{MountEntry, ckfs_mounts};
 use ckfs_host::ask_within;
 use ckfs_plan::Layout;
@@ -165,7 +165,7 @@ fn views(config: Option<&Config>) -> Vec<Value> {
                 "name": view.name,
                 "mesh": settings.mesh.clone().unwrap_or_default().to_string(),
                 "layout": settings.layout.as_ref().map_or_else(|| Layout::default().name().to_owned(), layout),
-                "dtype": settings.dtype.and_then(DtypeChoice::dtype).map(ckfs_tensor::DType::code),
+                "dtype": settings.dtype.and_then(|choice| choice.0).map(ckfs_tensor::DType::code),
             })
         })
         .collect()

@@ -23,7 +23,7 @@ pub struct CastRule {
 }
 
 fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<DType>, D::Error> {
-    DtypeChoice::from_word(&String::deserialize(deserializer)?).map(DtypeChoice::dtype).map_err(D::Error::custom)
+    DtypeChoice::from_word(&String::deserialize(deserializer)?).map(|choice| choice.0).map_err(D::Error::custom)
 }
 
 /// The spec of the tensors that match a pattern.
@@ -91,7 +91,7 @@ impl SettingValue for CastRule {
     const SEVERAL: KeyForm = KeyForm::Rules;
 
     fn to_toml(&self) -> Result<toml::Value, String> {
-        Ok(table([("match", self.pattern.text().into()), ("dtype", DtypeChoice::of(self.dtype).to_toml()?)]))
+        Ok(table([("match", self.pattern.text().into()), ("dtype", DtypeChoice(self.dtype).to_toml()?)]))
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {

@@ -44,8 +44,8 @@ fn views_inherit_and_rules_of_their_own_come_first() {
     assert_eq!(config.mount.log_file.as_deref(), Some(Path::new("/base/log")));
     let [rollout, train] = &config.views[..] else { panic!("{config:?}") };
     let (rollout, train) = (&rollout.settings, &train.settings);
-    assert_eq!((&rollout.layout, rollout.dtype), (&Some(LayoutChoice::Named("hf")), Some(DtypeChoice::Keep)));
-    assert_eq!(train.dtype, Some(DtypeChoice::Cast(DType::BF16)));
+    assert_eq!((&rollout.layout, rollout.dtype), (&Some(LayoutChoice::Named("hf")), Some(DtypeChoice(None))));
+    assert_eq!(train.dtype, Some(DtypeChoice(Some(DType::BF16))));
     let casts: Vec<_> = train.cast.iter().map(|rule| (rule.pattern.text(), rule.dtype)).collect();
     assert_eq!(casts, [("final_norm", Some(DType::F32)), ("*norm*", None)]);
     assert_eq!(train.devices, Some(Devices(vec![0, 1, 2, 3, 6])));
@@ -333,7 +333,7 @@ fn the_first_place_of_a_setting_has_precedence() {
     config.overlay(flags);
     for view in &config.views {
         let ViewSettings { dtype, mesh, include, set, .. } = &view.settings;
-        assert_eq!(*dtype, Some(DtypeChoice::Cast(DType::BF16)));
+        assert_eq!(*dtype, Some(DtypeChoice(Some(DType::BF16))));
         assert_eq!(mesh.as_ref().map(Mesh::devices), Some(2));
         assert_eq!(include.iter().map(Pattern::text).collect::<Vec<_>>(), ["a", "b", "c"]);
         assert_eq!(set.values().map(ParamValue::text).collect::<Vec<_>>(), ["1", "3"]);

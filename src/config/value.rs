@@ -104,9 +104,9 @@ pub trait SettingValue: Clone {
         *self = later;
     }
 
-    /// Lets a relative path begin at `base`.
-    fn rebase(&mut self, base: &Path) {
-        let _ = base;
+    /// The path that it is, if it is one: a relative one begins where it was written.
+    fn path(&mut self) -> Option<&mut PathBuf> {
+        None
     }
 }
 
@@ -228,9 +228,7 @@ impl<T: SettingValue> SettingField for Option<T> {
     }
 
     fn rebase(&mut self, base: &Path) {
-        if let Some(value) = self {
-            value.rebase(base);
-        }
+        rebase(self, base);
     }
 }
 
@@ -261,9 +259,7 @@ impl<T: SettingValue> SettingField for Vec<T> {
     }
 
     fn rebase(&mut self, base: &Path) {
-        for value in self {
-            value.rebase(base);
-        }
+        rebase(self, base);
     }
 }
 
@@ -295,9 +291,7 @@ impl<T: SettingValue + DeserializeOwned> SettingField for BTreeMap<String, T> {
     }
 
     fn rebase(&mut self, base: &Path) {
-        for value in self.values_mut() {
-            value.rebase(base);
-        }
+        rebase(self.values_mut(), base);
     }
 }
 
@@ -338,18 +332,19 @@ impl SettingValue for PathBuf {
         self.to_str().map(Into::into).ok_or_else(|| format!("{} is not UTF-8", self.display()))
     }
 
-    fn rebase(&mut self, base: &Path) {
-        // An address is no path.
-        if !self.to_str().is_some_and(|text| text.contains("://")) {
-            *self = rebased(self, base);
-        }
+    fn path(&mut self) -> Option<&mut PathBuf> {
+        Some(self)
     }
 }
 
-/// A path that begins at `base` unless it is absolute.
-pub(super) fn rebased(path: &Path, base: &Path) -> PathBuf {
-    let joined = base.join(path);
-    std::path::absolute(&joined).unwrap_or(joined)
+/// Lets the relative paths among these values begin at `base`.
+fn rebase<'v, T: SettingValue + 'v>(values: impl IntoIterator<Item = &'v mut T>, base: &Path) {
+    // An address is no path.
+    let is_path = |path: &&mut PathBuf| !path.to_str().is_some_and(|text| text.contains("://"));
+    for path in values.into_iter().filter_map(T::path).filter(is_path) {
+        let joined = base.join(&*path);
+        *path = std::path::absolute(&joined).unwrap_or(joined);
+    }
 }
 
 impl SettingValue for u32 {

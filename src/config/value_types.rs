@@ -19,10 +19,7 @@ use super::{
     DEVICES_LISTED_MAX, Mesh,
     layers::{parse_range, ranges},
     near::did_you_mean,
-    value::{
-        Choice, Fault, KeyForm, Numbers, SettingValue, Toml, deserialize, in_order, integer, read_as, read_word,
-        rebased,
-    },
+    value::{Choice, Fault, KeyForm, Numbers, SettingValue, Toml, deserialize, in_order, integer, read_as, read_word},
 };
 
 /// Most threads that serve requests.
@@ -122,10 +119,8 @@ impl SettingValue for LayoutChoice {
         }
     }
 
-    fn rebase(&mut self, base: &Path) {
-        if let Self::File { path, .. } = self {
-            *path = rebased(path, base);
-        }
+    fn path(&mut self) -> Option<&mut PathBuf> {
+        if let Self::File { path, .. } = self { Some(path) } else { None }
     }
 }
 
@@ -142,37 +137,17 @@ fn float_of(text: &str, setting: &str, other: &str) -> Result<DType, String> {
     })
 }
 
-/// A requested dtype.
+/// A requested dtype, to which floats are cast; `None` keeps theirs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DtypeChoice {
-    /// Elements stay as they are.
-    Keep,
-    /// Floats are cast.
-    Cast(DType),
-}
-
-impl DtypeChoice {
-    /// The choice for a rule's dtype.
-    pub fn of(dtype: Option<DType>) -> Self {
-        dtype.map_or(Self::Keep, Self::Cast)
-    }
-
-    /// The dtype to which floats are cast; `None` keeps theirs.
-    pub fn dtype(self) -> Option<DType> {
-        match self {
-            Self::Keep => None,
-            Self::Cast(dtype) => Some(dtype),
-        }
-    }
-}
+pub struct DtypeChoice(pub Option<DType>);
 
 impl SettingValue for DtypeChoice {
     fn from_word(text: &str) -> Result<Self, String> {
-        if text == "keep" { Ok(Self::Keep) } else { float_of(text, "dtype", "keep").map(Self::Cast) }
+        if text == "keep" { Ok(Self(None)) } else { float_of(text, "dtype", "keep").map(|dtype| Self(Some(dtype))) }
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
-        Ok(self.dtype().map_or("keep", DType::name).into())
+        Ok(self.0.map_or("keep", DType::name).into())
     }
 }
 
@@ -485,10 +460,8 @@ impl SettingValue for Materialize {
         }
     }
 
-    fn rebase(&mut self, base: &Path) {
-        if let Self::Dir(dir) = self {
-            *dir = rebased(dir, base);
-        }
+    fn path(&mut self) -> Option<&mut PathBuf> {
+        if let Self::Dir(dir) = self { Some(dir) } else { None }
     }
 }
 
@@ -517,10 +490,8 @@ impl SettingValue for MergedLora {
         }
     }
 
-    fn rebase(&mut self, base: &Path) {
-        if let Self::Dir(dir) = self {
-            dir.rebase(base);
-        }
+    fn path(&mut self) -> Option<&mut PathBuf> {
+        if let Self::Dir(dir) = self { Some(dir) } else { None }
     }
 }
 
@@ -558,10 +529,8 @@ impl SettingValue for ShardChoice {
         }
     }
 
-    fn rebase(&mut self, base: &Path) {
-        if let Self::File(path) = self {
-            *path = rebased(path, base);
-        }
+    fn path(&mut self) -> Option<&mut PathBuf> {
+        if let Self::File(path) = self { Some(path) } else { None }
     }
 }
 

@@ -189,7 +189,7 @@ impl LeafInProgress<'_> {
             self.found.push(id);
             let found = self.scope.checkpoint.tensor(id).name;
             let dtype = match &leaf.dtype {
-                Some(dtype) => dtype.it.dtype(),
+                Some(dtype) => dtype.it.0,
                 None => self.values.dtype_of(id, &[found, &source, &self.name]),
             };
             let view = self.values.view(id, dtype).map_err(LeafFailure::Source)?;

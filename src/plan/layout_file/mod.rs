@@ -329,7 +329,7 @@ pub struct Allowed {
 impl LayoutFile {
     /// Dtype of floats where the user asks for none.
     pub(super) fn dtype(&self) -> Option<DType> {
-        self.dtype.as_ref().and_then(|dtype| dtype.it.dtype())
+        self.dtype.as_ref().and_then(|dtype| dtype.it.0)
     }
 
     /// This file as one in the program.
