@@ -51,7 +51,7 @@ words! {
 }
 
 /// Tensors whose names differ only in a layer number: `{prefix}{word}.N.…`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct LayerFamily {
     /// The prefix of the word: `model.`, `language_model.model.`, or nothing.
     pub prefix: String,

@@ -249,16 +249,6 @@ pub(super) fn source_json(checkpoint: &Checkpoint) -> Value {
         .iter()
         .map(|(dtype, tensors, bytes)| (dtype.code(), json!({"tensors": tensors, "bytes": bytes})))
         .collect();
-    let families: Vec<Value> = dialect
-        .families
-        .iter()
-        .map(|family| {
-            json!({
-                "prefix": family.prefix, "word": family.word, "layers": family.layers, "last": family.last,
-                "tensors": family.tensors, "bytes": family.bytes,
-            })
-        })
-        .collect();
     let files: Vec<Value> = checkpoint
         .files()
         .iter()
@@ -284,7 +274,7 @@ pub(super) fn source_json(checkpoint: &Checkpoint) -> Value {
             "model_type": dialect.model_type,
             "architectures": dialect.architectures,
             "dtypes": dtypes,
-            "layers": families,
+            "layers": dialect.families,
             "declared_layers": dialect.declared_layers,
             "mtp_layers": dialect.mtp_layers,
             "experts": experts_json(dialect.experts),
