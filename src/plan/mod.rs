@@ -10,7 +10,7 @@
 //! | `build` | the stages of [`Plan::build`], in order |
 //! | `select`, `lora`, `merge`, `values` | which tensors of the checkpoint are wanted, under which names and in which dtype |
 //! | `experts` | one form of the experts of a layer, however they are named and fused |
-//! | `canonical`, `family`, `kind`, `modules`, `stored` | layouts by tables: names and roles of known families, of transformers' modules, or of a trainer |
+//! | `canonical`, `family`, `modules`, `stored` | layouts by tables: names and roles of known families, of transformers' modules, or of a trainer |
 //! | `library` | what the models' own library says: buffers, and what stays in float32 |
 //! | [`layout_file`], [`Embedded`], [`expr`] | layouts by rules, and the language of the rules |
 //! | `inverse` | the way back from a layout to a repository |
@@ -33,7 +33,6 @@ pub mod expr;
 pub mod family;
 mod gguf;
 mod inverse;
-pub mod kind;
 mod layer_lists;
 pub mod layout_file;
 pub mod library;
@@ -58,7 +57,6 @@ pub use draft::{Bundled, Draft, Roles};
 pub use embedded::Embedded;
 pub use family::Family;
 pub use gguf::GgufFile;
-pub use kind::TensorKinds;
 pub use layout_file::LayoutFile;
 pub use name::{
     name_group::NameGroup,
@@ -70,7 +68,7 @@ pub use need::{
     remote_bytes::{FETCHED_BYTES, RemoteBytes},
 };
 pub use options::{Layout, ViewOptions};
-pub use planned::{DecodedScheme, MergedAdapter, Plan, PlannedTensor, Rank, Whole};
+pub use planned::{DecodedScheme, MergedAdapter, Plan, PlannedTensor, Rank, TensorKinds, Whole};
 pub use repository::hf::{self, HfContent, HfFile};
 pub use select::Subset;
 pub use split::{

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ckfs_config::Mesh;
-use ckfs_tensor::{DType, PIECES_MAX, Region, TilingError, View};
+use ckfs_tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View};
 use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 use serde::Serialize;
@@ -205,7 +205,8 @@ impl Plan {
         self.tensors = drafts.into_par_iter().zip(numbered).map(planned).collect();
         let uneven = problems[first..].iter().filter(|problem| matches!(problem, Problem::Uneven { .. })).count();
         if uneven > 1 && self.logical_rules.is_some() {
-            problems.splice(first..first, uneven_axes(self));
+            let axes = 0..self.mesh.axes().len();
+            problems.splice(first..first, axes.filter_map(|axis| uneven_axis(self, axis)));
         }
         // A size beyond 64 bits has been reported as a problem above.
         let sizes = self.tensors.iter().map(|tensor| tensor.view.bytes().unwrap_or(u64::MAX));
@@ -336,6 +337,22 @@ impl Plan {
             }
             (low..high).contains(&expert)
         })
+    }
+
+    /// The first of the experts that the mesh's expert axes give to the same devices. `None` for a tensor that is not
+    /// of a single expert, or without such an axis.
+    fn expert_group(&self, tensor: &PlannedTensor) -> Option<u64> {
+        let (expert, experts) = tensor.expert?;
+        let mut axes = axes_of(&self.mesh, AxisUse::Expert).peekable();
+        axes.peek()?;
+        let (mut low, mut high) = (0, experts);
+        for (_, axis) in axes {
+            // As `spec::chunk` splits: chunks of this length, one of which holds the expert.
+            let length = (high - low).div_ceil(axis.size).max(1);
+            let (start, stop) = spec::chunk(high - low, axis.size, (expert - low) / length);
+            (low, high) = (low + start, low + stop);
+        }
+        Some(low)
     }
 
     /// Whether a mesh axis distributes a tensor: it splits the tensor, or it gives the tensor's expert or stage to some devices
@@ -478,6 +495,43 @@ impl Plan {
     }
 }
 
+/// Spec, first of the experts that the same devices hold, stage, shape, and whether torch counts two elements as one.
+type Key<'a> = (u32, Option<u64>, Option<u64>, &'a Shape, bool);
+
+/// The kinds of a plan's tensors: of all tensors of a kind, a device holds the same region. Work for each tensor and each device is then
+/// done once for each kind and device. A repository of 50 000 tensors has a few dozen kinds.
+#[derive(Clone, Debug, Default)]
+pub struct TensorKinds {
+    of_tensor: Vec<u32>,
+    /// Number of the first tensor of each kind.
+    pub first: Vec<usize>,
+}
+
+impl TensorKinds {
+    /// The kinds of all tensors of a plan, in the order of their first tensors.
+    ///
+    /// # Panics
+    /// If the plan has 2^32 tensors, which a checkpoint's table excludes.
+    pub fn new(plan: &Plan) -> Self {
+        let mut known: HashMap<Key<'_>, u32> = HashMap::new();
+        let mut kinds = Self { of_tensor: Vec::with_capacity(plan.tensors.len()), first: Vec::new() };
+        for (index, tensor) in plan.tensors.iter().enumerate() {
+            let is_paired = tensor.view.dtype() == DType::F4;
+            let key = (tensor.spec, plan.expert_group(tensor), tensor.stage, tensor.view.shape(), is_paired);
+            kinds.of_tensor.push(*known.entry(key).or_insert_with(|| {
+                kinds.first.push(index);
+                u32::try_from(kinds.first.len() - 1).expect("a table of tensors has fewer than 2^32 rows")
+            }));
+        }
+        kinds
+    }
+
+    /// The kind of a tensor, both by number.
+    pub fn of(&self, tensor: usize) -> usize {
+        self.of_tensor[tensor] as usize
+    }
+}
+
 /// Most bytes of all tensors together. Sizes of files that hold many of them then fit 64 bits.
 const BYTES_MAX: u64 = 1 << 61;
 
@@ -510,11 +564,7 @@ const SIZES_LISTED: usize = 12;
 /// Greatest size that is tried.
 const SIZE_MAX: u64 = 4096;
 
-/// For each mesh axis that does not divide all extents that it splits: these extents, and the sizes that divide all.
-fn uneven_axes(plan: &Plan) -> Vec<Problem> {
-    (0..plan.mesh.axes().len()).filter_map(|axis| uneven_axis(plan, axis)).collect()
-}
-
+/// The extents that a mesh axis splits and does not divide, if there are any, and the sizes that divide all.
 fn uneven_axis(plan: &Plan, mesh_axis: usize) -> Option<Problem> {
     let axes = plan.mesh.axes();
     let size = axes[mesh_axis].size;
