@@ -1,5 +1,7 @@
 //! Why devices read more than they need, and what would change that.
 
+use std::collections::BTreeMap;
+
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::page_size::page_bytes;
 use ckfs_tensor::{ByteRuns, Reads, Region, reads};
@@ -27,6 +29,15 @@ const DEVICES_OF_HOST: usize = 8;
 /// Whether devices read notably more than they need.
 pub(super) fn exceeds(reads: Reads) -> bool {
     hundredths(reads) > OVER_READ_HUNDREDTHS
+}
+
+/// The devices by how much more they read than they need, in hundredths, with the reads of the first of those that are alike.
+pub(super) fn by_factor(plan: &Plan, found: &Amplification) -> BTreeMap<u128, (Reads, Vec<u64>)> {
+    let mut groups: BTreeMap<u128, (Reads, Vec<u64>)> = BTreeMap::new();
+    for (device, reads) in plan.devices.iter().zip(&found.devices) {
+        groups.entry(hundredths(*reads)).or_insert_with(|| (*reads, Vec::new())).1.push(*device);
+    }
+    groups
 }
 
 /// Why the tensors of one name are read in part of each page.

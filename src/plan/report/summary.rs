@@ -1,12 +1,11 @@
 //! The report in a dozen rows: what to know before a mount. [`super::text`] has all of it.
 
 use ckfs_checkpoint::{Checkpoint, FileRole, first_names};
-use ckfs_tensor::Reads;
 
 use super::{
     super::{NameGroup, Plan, PlannedTensor, amplification::Amplification, name_group::ranges, select},
-    advice::exceeds,
-    amounts::{factor, human_bytes, hundredths, percent},
+    advice::{by_factor, exceeds},
+    amounts::{factor, human_bytes, percent},
     effects::{axis_effects, bytes_per_device},
     text::{count_of, layers_text, listed_text, tensors_text},
 };
@@ -111,22 +110,19 @@ fn mesh(plan: &Plan, total: u64) -> String {
 /// The devices with the most excess reads, and all listed ones together, if there are any.
 fn over_read(checkpoint: &Checkpoint, plan: &Plan) -> Option<String> {
     let amplification = Amplification::of(checkpoint, plan);
-    let exceeding = amplification.devices.iter().filter(|reads| exceeds(**reads));
-    let worst = exceeding.max_by_key(|reads| hundredths(**reads)).copied()?;
-    let alike = |reads: Reads| factor(reads) == factor(worst);
-    let devices: Vec<u64> =
-        plan.devices.iter().zip(&amplification.devices).filter(|(_, reads)| alike(**reads)).map(|(d, _)| *d).collect();
+    let groups = by_factor(plan, amplification);
+    let (_, (worst, devices)) = groups.last_key_value().filter(|(_, (worst, _))| exceeds(*worst))?;
+    let (_, (least, _)) = groups.first_key_value()?;
     let together = if plan.devices.len() > 1 {
         format!("; all listed devices together {} times", factor(amplification.union))
     } else {
         String::new()
     };
-    let least = amplification.devices.iter().min_by_key(|reads| hundredths(**reads)).copied()?;
-    let times = match (factor(least), factor(worst)) {
+    let times = match (factor(*least), factor(*worst)) {
         (least, worst) if least == worst && devices.len() > 1 => format!("each device {worst} times in whole pages"),
-        (least, worst) if least == worst => format!("dev{} {worst} times in whole pages", ranges(&devices)),
+        (least, worst) if least == worst => format!("dev{} {worst} times in whole pages", ranges(devices)),
         (least, worst) => {
-            format!("{least} to {worst} times in whole pages, most dev{}", first_ranges(&ranges(&devices)))
+            format!("{least} to {worst} times in whole pages, most dev{}", first_ranges(&ranges(devices)))
         }
     };
     Some(format!("{times}{together}"))

@@ -3,14 +3,13 @@
 use std::{collections::BTreeMap, fmt::Write};
 
 use ckfs_checkpoint::{Checkpoint, Container, FileRole, LeftOut, printable};
-use ckfs_tensor::Reads;
 
 use super::{
     super::{
         HfContent, Layout, NameGroup, Plan, PlannedTensor, amplification::Amplification, name_group::ranges, select,
     },
-    advice::{advice, exceeds, reasons},
-    amounts::{factor, human_bytes, hundredths, percent, reads_text},
+    advice::{advice, by_factor, exceeds, reasons},
+    amounts::{factor, human_bytes, percent, reads_text},
     effects::{AxisEffect, axis_effects, bytes_per_device, groups},
 };
 
@@ -82,11 +81,7 @@ fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
     if !amplification.devices.iter().any(|reads| exceeds(*reads)) {
         return Vec::new();
     }
-    let mut groups: BTreeMap<u128, (Reads, Vec<u64>)> = BTreeMap::new();
-    for (device, reads) in plan.devices.iter().zip(&amplification.devices) {
-        let group = groups.entry(hundredths(*reads)).or_insert_with(|| (*reads, Vec::new()));
-        group.1.push(*device);
-    }
+    let groups = by_factor(plan, amplification);
     let mut lines: Vec<String> = groups
         .values()
         .rev()
@@ -153,15 +148,12 @@ fn source_text(checkpoint: &Checkpoint) -> String {
         line("", detail);
     }
     container_text(checkpoint, &mut line);
-    let ignored: Vec<_> = checkpoint
-        .files()
-        .iter()
-        .filter_map(|file| match &file.role {
-            FileRole::Ignored(reason) => Some((&file.path, reason)),
-            FileRole::Weights | FileRole::Other => None,
-        })
-        .collect();
-    list(&mut line, "left out", FILES_SHOWN, ignored.iter().map(|(path, reason)| format!("{path}: {reason}")));
+    let ignored = checkpoint.files().iter().filter_map(|file| match &file.role {
+        FileRole::Ignored(reason) => Some(format!("{}: {reason}", file.path)),
+        FileRole::Weights | FileRole::Other => None,
+    });
+    let ignored: Vec<String> = ignored.collect();
+    list(&mut line, "left out", FILES_SHOWN, ignored.into_iter());
     for warning in checkpoint.warnings() {
         line("warning", warning);
     }
