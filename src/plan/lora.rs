@@ -16,7 +16,7 @@ use super::{
     draft::{Draft, Roles},
     name_group::{NameGroup, fold, stars},
     naming::TOWERS,
-    problem::{Problem, RuleLocation},
+    problem::Problem,
 };
 
 /// The prefix of the base model's names.
@@ -395,7 +395,7 @@ fn of_other_shape(all: Vec<OtherShape>, adapter: &Adapter) -> Vec<Problem> {
     }
     let problem = |((_, expected, _), (names, found)): (_, (Vec<String>, Shape))| {
         let group = fold(names.iter().map(String::as_str), &[]).pop()?;
-        Some(Problem::SourceShape { group, file: file.clone(), rule: RuleLocation::default(), expected, found })
+        Some(Problem::SourceShape { group, file: file.clone(), rule: String::new(), expected, found })
     };
     groups.into_iter().filter_map(problem).collect()
 }

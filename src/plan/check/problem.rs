@@ -52,8 +52,8 @@ pub enum Problem {
         group: NameGroup,
         /// The target that needs them, if it is known.
         for_target: String,
-        /// The rule that needs them, if one does.
-        rule: RuleLocation,
+        /// The place of the rule that needs them, `FILE:LINE: `, if one does.
+        rule: String,
     },
     /// Some layers lack a tensor that their neighbours have, or have it in another shape.
     #[error("{0}; config.json does not say why")]
@@ -65,8 +65,8 @@ pub enum Problem {
         group: NameGroup,
         /// The file that holds the first of them.
         file: String,
-        /// The rule.
-        rule: RuleLocation,
+        /// The place of the rule, likewise.
+        rule: String,
         /// The rule's extents as computed from `config.json`. `_` stands for an extent that it does not determine.
         expected: String,
         /// The shape they have.
@@ -165,20 +165,10 @@ impl fmt::Display for Hole {
     }
 }
 
-/// Where a rule stands: a layout file and the line, if it is in one.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RuleLocation(pub Option<(String, usize)>);
-
-impl fmt::Display for RuleLocation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.as_ref().map_or(Ok(()), |(file, line)| write!(f, "{file}:{line}: "))
-    }
-}
-
 impl Problem {
     /// Missing tensors that no rule needs, and the target that does, if it is known.
     pub(crate) fn missing(group: NameGroup, for_target: impl Into<String>) -> Self {
-        Self::MissingTensor { group, for_target: for_target.into(), rule: RuleLocation::default() }
+        Self::MissingTensor { group, for_target: for_target.into(), rule: String::new() }
     }
 
     /// Two tensors, which may have one name, that would be at one path of the mount, or one would be a directory that holds the other.

@@ -33,7 +33,6 @@ use super::{
     library::Model,
     name_group::{fold, stars},
     naming::is_tower,
-    problem::RuleLocation,
     values::{ValueRequest, Values},
 };
 
@@ -295,7 +294,7 @@ impl Inversion<'_> {
             self.problems.push(Problem::SourceShape {
                 group: NameGroup::one(checkpoint.tensor(id).name),
                 file: checkpoint.source().path(checkpoint.file_of(id)).display().to_string(),
-                rule: RuleLocation::default(),
+                rule: String::new(),
                 expected: format!("{shape} by config.json and the layout {layout}"),
                 found: Shape::try_new(checkpoint.tensor(id).shape).unwrap_or_else(|_| shape.clone()),
             });

@@ -18,7 +18,7 @@ use super::{
         naming,
         parsed::ParsedNames,
         pattern::Pattern,
-        problem::{Problem, RuleLocation},
+        problem::Problem,
         select,
         shard::STAGE_AXIS,
         values::{ValueRequest, Values},
@@ -319,7 +319,7 @@ impl<'a> Resolver<'a> {
             let file = checkpoint.source().path(checkpoint.file_of(alike[0].id)).display().to_string();
             let names: BTreeSet<&str> = alike.iter().map(|misshapen| checkpoint.tensor(misshapen.id).name).collect();
             for group in fold(names, &[]) {
-                let rule = RuleLocation(Some((self.scope.file.label.clone(), line)));
+                let rule = format!("{}:{line}: ", self.scope.file.label);
                 let (file, expected, found) = (file.clone(), expected.clone(), alike[0].found.clone());
                 self.add(Problem::SourceShape { group, file, rule, expected, found });
             }
@@ -395,7 +395,7 @@ impl<'a> Resolver<'a> {
                 if *allowed {
                     self.made.warnings.push(format!("{for_target} is left out: missing tensor {}", group.counted()));
                 } else {
-                    let rule = RuleLocation(Some((self.scope.file.label.clone(), *line)));
+                    let rule = format!("{}:{line}: ", self.scope.file.label);
                     self.problems.push(Problem::MissingTensor { group, for_target: for_target.clone(), rule });
                 }
             }
