@@ -35,7 +35,7 @@ use super::{
 };
 
 /// How parts of source tensors are named that differ only in their layers and experts, and what such a part is.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct PartKind {
     /// Output prefix, with its final dot.
     prefix: String,
@@ -157,14 +157,8 @@ struct Namer<'a> {
     blocks: CutBlocks,
 }
 
-/// Drafts, and which blocks tensor parallelism leaves whole.
-#[derive(Debug, Default)]
-pub(super) struct Tabled {
-    /// The drafts.
-    pub(super) drafts: Vec<Draft>,
-    /// The warning, if there is one.
-    pub(super) warning: Option<String>,
-}
+/// Drafts, and the warning about blocks that tensor parallelism leaves whole, if there are any.
+pub(super) type Tabled = (Vec<Draft>, Option<String>);
 
 /// Drafts of all tensors of a repository.
 ///
@@ -195,7 +189,7 @@ pub(super) fn drafts(
         drafts.push(alias);
     }
     let warning = namer.blocks.warning();
-    if problems.is_empty() { Ok(Tabled { drafts, warning }) } else { Err(problems) }
+    if problems.is_empty() { Ok((drafts, warning)) } else { Err(problems) }
 }
 
 /// Drafts of all tensors under the repository's own names, with the roles that the tables give to their canonical
@@ -272,7 +266,7 @@ fn named_drafts(
         drafts[at].roles.expert = Some((expert, experts[&key]));
     }
     let warning = namer.blocks.warning();
-    if problems.is_empty() { Ok(Tabled { drafts, warning }) } else { Err(problems) }
+    if problems.is_empty() { Ok((drafts, warning)) } else { Err(problems) }
 }
 
 impl<'c> Namer<'c> {
@@ -390,17 +384,8 @@ impl<'c> Namer<'c> {
     /// # Errors
     /// A problem that names the tensor.
     fn name(&self, name: &str, parsed: &Parsed, shape: &[u64]) -> Result<Vec<PartKind>, Problem> {
-        let mut out = PartKind {
-            prefix: String::new(),
-            in_layer: parsed.layer.is_some(),
-            single: parsed.expert.is_some(),
-            rest: String::new(),
-            weight_dropped: false,
-            part: None,
-            tp: None,
-            block: None,
-            experts: None,
-        };
+        let (in_layer, single) = (parsed.layer.is_some(), parsed.expert.is_some());
+        let mut out = PartKind { in_layer, single, ..PartKind::default() };
         let oriented = |(prefix, role, suffix)| Some((prefix, self.oriented(role, name, shape)?, suffix));
         if let Some((prefix, role, suffix)) = self.role(parsed, name).and_then(oriented) {
             let splits = !role.split.is_empty() && matches!(suffix, "" | "weight" | "bias");

@@ -164,14 +164,14 @@ pub(super) fn drafts(
     if !problems.is_empty() {
         return Err(problems);
     }
-    let mut tabled = canonical::drafts_of(checkpoint, family, made.into_iter(), mesh)?;
-    for draft in &mut tabled.drafts {
+    let (mut drafts, warning) = canonical::drafts_of(checkpoint, family, made.into_iter(), mesh)?;
+    for draft in &mut drafts {
         draft.bundled = Bundled::ALWAYS;
         if fused.contains(&draft.name) {
             draft.roles.experts = Some(0);
         }
     }
-    Ok((tabled, fold(left_out, &[])))
+    Ok(((drafts, warning), fold(left_out, &[])))
 }
 
 fn unknown(name: &str, reason: &str) -> Problem {

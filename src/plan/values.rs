@@ -56,16 +56,8 @@ impl<'a> Values<'a> {
         keep_f32: Option<&'a Model>,
     ) -> Self {
         let of_raw = if request.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
-        Self {
-            checkpoint,
-            request,
-            rules,
-            keep_f32,
-            as_loaded: false,
-            of_raw,
-            raw: Mutex::default(),
-            kept: Mutex::default(),
-        }
+        let (raw, kept) = (Mutex::default(), Mutex::default());
+        Self { checkpoint, request, rules, keep_f32, as_loaded: false, of_raw, raw, kept }
     }
 
     /// The selected part of the checkpoint.

@@ -496,9 +496,9 @@ impl<'a> Builder<'a> {
 
     /// The drafts of a layout by tables. Says which blocks tensor parallelism leaves whole.
     fn tabled(&mut self, tabled: Result<canonical::Tabled, Vec<Problem>>) -> Vec<Draft> {
-        let tabled = self.or_default(tabled);
-        self.plan.warnings.extend(tabled.warning.filter(|_| self.options.sharding == Sharding::Auto));
-        tabled.drafts
+        let (drafts, warning) = self.or_default(tabled);
+        self.plan.warnings.extend(warning.filter(|_| self.options.sharding == Sharding::Auto));
+        drafts
     }
 
     /// Chooses the drafts that the mount shows, and renames them.
