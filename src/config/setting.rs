@@ -157,59 +157,37 @@ pub struct Setting {
     pub scope: SettingScope,
 }
 
+/// Changes of one field, for the rows of the table.
+macro_rules! with {
+    ($($(#[$doc:meta])* $name:ident($($arg:ident: $kind:ty)?) => $field:ident = $value:expr;)*) => {$(
+        $(#[$doc])*
+        pub(super) const fn $name(mut self $(, $arg: $kind)?) -> Self {
+            self.$field = $value;
+            self
+        }
+    )*};
+}
+
 impl Setting {
-    /// With its help, a sentence or two.
-    pub(super) const fn help(mut self, help: &'static str) -> Self {
-        self.help = help;
-        self
-    }
-
-    /// With more help.
-    pub(super) const fn more(mut self, more: &'static str) -> Self {
-        self.more = more;
-        self
-    }
-
-    /// With another name in files.
-    pub(super) const fn key(mut self, key: &'static str) -> Self {
-        self.key = Some(key);
-        self
-    }
-
-    /// With a default that the help names.
-    pub(super) const fn default(mut self, default: &'static str) -> Self {
-        self.default = Some(default);
-        self
-    }
-
-    /// In the short help too.
-    pub(super) const fn common(mut self) -> Self {
-        self.is_common = true;
-        self
-    }
-
-    /// For `serve` too.
-    pub(super) const fn served(mut self) -> Self {
-        self.is_served = true;
-        self
-    }
-
-    /// Above all tables of a file.
-    pub(super) const fn top(mut self) -> Self {
-        self.scope = SettingScope::Top;
-        self
-    }
-
-    /// Without a key.
-    pub(super) const fn flag_only(mut self) -> Self {
-        self.scope = SettingScope::None;
-        self
-    }
-
-    /// Without a flag.
-    pub(super) const fn file_only(mut self) -> Self {
-        self.is_flag = false;
-        self
+    with! {
+        /// With its help, a sentence or two.
+        help(help: &'static str) => help = help;
+        /// With more help.
+        more(more: &'static str) => more = more;
+        /// With another name in files.
+        key(key: &'static str) => key = Some(key);
+        /// With a default that the help names.
+        default(default: &'static str) => default = Some(default);
+        /// In the short help too.
+        common() => is_common = true;
+        /// For `serve` too.
+        served() => is_served = true;
+        /// Above all tables of a file.
+        top() => scope = SettingScope::Top;
+        /// Without a key.
+        flag_only() => scope = SettingScope::None;
+        /// Without a flag.
+        file_only() => is_flag = false;
     }
 
     /// Whether some commands take it as a flag.
