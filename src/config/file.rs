@@ -71,11 +71,8 @@ pub enum ConfigError {
         excerpt: String,
     },
     /// The configuration cannot be written as TOML.
-    #[error("the configuration cannot be written as TOML: {reason}")]
-    Unwritable {
-        /// The reason.
-        reason: String,
-    },
+    #[error("the configuration cannot be written as TOML: {0}")]
+    Unwritable(String),
 }
 
 /// The settings of a file.

@@ -144,7 +144,7 @@ impl Config {
         document.push("view", TomlRows(views));
         document.push("mount", TomlRows::new(&top, &[SettingScope::Mount])?);
         document.push("serve", TomlRows::new(&top, &[SettingScope::Serve])?);
-        toml::to_string(&document).map_err(|error| ConfigError::Unwritable { reason: error.to_string() })
+        toml::to_string(&document).map_err(|error| ConfigError::Unwritable(error.to_string()))
     }
 }
 
@@ -164,7 +164,7 @@ impl TomlRows {
         let mut rows = Vec::new();
         for row in SETTINGS.iter().filter(|row| scopes.contains(&row.scope)) {
             let written = (row.field.write)(settings)
-                .map_err(|reason| ConfigError::Unwritable { reason: format!("{}: {reason}", row.toml_key()) })?;
+                .map_err(|reason| ConfigError::Unwritable(format!("{}: {reason}", row.toml_key())))?;
             rows.extend(written.map(|value| (row.toml_key(), Member::Value(value))));
         }
         Ok(Self(rows))

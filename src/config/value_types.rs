@@ -210,8 +210,14 @@ impl Quantize {
     ];
 
     /// The words of all schemes but those with a number.
-    pub fn words() -> impl Iterator<Item = &'static str> {
+    pub fn words() -> impl Iterator<Item = &'static str> + Clone {
         Self::WORDS.iter().map(|(word, _)| *word)
+    }
+
+    /// The accepted words, for messages.
+    fn expected() -> String {
+        let words: Vec<&str> = Self::words().collect();
+        format!("{} or int4-gN", words.join(", "))
     }
 
     /// Its word.
@@ -267,20 +273,12 @@ impl SettingValue for Quantize {
                 Self::expected()
             ));
         }
-        let near = did_you_mean("scheme", text, Self::WORDS.iter().map(|(word, _)| *word));
+        let near = did_you_mean("scheme", text, Self::words());
         Err(near.unwrap_or_else(|| format!("quantize: expected {}, found {text:?}", Self::expected())))
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
         Ok(self.word().into())
-    }
-}
-
-impl Quantize {
-    /// The accepted words, for messages.
-    fn expected() -> String {
-        let words: Vec<&str> = Self::WORDS.iter().map(|(word, _)| *word).collect();
-        format!("{} or int4-gN", words.join(", "))
     }
 }
 
@@ -474,6 +472,13 @@ pub enum MergedLora {
     Dir(PathBuf),
 }
 
+impl MergedLora {
+    /// The path as it is given; `self` for the adapter beside the base.
+    pub fn path(&self) -> &Path {
+        if let Self::Dir(dir) = self { dir } else { Path::new("self") }
+    }
+}
+
 impl SettingValue for MergedLora {
     fn from_word(text: &str) -> Result<Self, String> {
         Self::from_os(OsStr::new(text))
@@ -484,10 +489,7 @@ impl SettingValue for MergedLora {
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
-        match self {
-            Self::Own => Ok("self".into()),
-            Self::Dir(dir) => dir.to_toml(),
-        }
+        self.path().to_path_buf().to_toml()
     }
 
     fn path(&mut self) -> Option<&mut PathBuf> {

@@ -78,13 +78,8 @@ pub(super) fn merged(
     warnings: &mut Vec<String>,
 ) -> Result<Option<Checkpoint>, PlanError> {
     let Some(asked) = &options.merge_lora else { return Ok(None) };
-    let label = match asked {
-        MergedLora::Own => "self".to_owned(),
-        MergedLora::Dir(dir) => dir.display().to_string(),
-    };
-    let problem = |reason: &str| {
-        PlanError::from(Problem::File { file: format!("merge-lora {label}"), reason: reason.to_owned() })
-    };
+    let label = format!("merge-lora {}", asked.path().display());
+    let problem = |reason: &str| PlanError::of(&label, vec![reason.to_owned()]);
     if checkpoint.merges().is_some() {
         return Err(problem(
             "expected a checkpoint, found an average: export the average, and merge the adapter into that",

@@ -122,11 +122,7 @@ fn remarks_on_kept(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
 fn merged_adapter(merged: &Checkpoint, options: &ViewOptions, plan: &Plan) -> Option<MergedAdapter> {
     let used: HashSet<TensorId> = plan.tensors.iter().flat_map(|tensor| tensor.view.stored_ids()).collect();
     let tensors = merged.merges()?.count_of(&used) as u64;
-    let adapter = match options.merge_lora.clone()? {
-        MergedLora::Own => "self".into(),
-        MergedLora::Dir(dir) => dir,
-    };
-    Some(MergedAdapter { adapter, tensors })
+    Some(MergedAdapter { adapter: options.merge_lora.as_ref()?.path().to_owned(), tensors })
 }
 
 /// What is requested and changes nothing of this checkpoint: a mistake, or a flag of another model.
