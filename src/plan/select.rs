@@ -512,8 +512,8 @@ fn configuration(
             });
         }
         if let Some(declared) = declared.filter(|_| subset.layers.is_some() || dropped_mtp) {
-            let layers = (kept.as_slice(), declared, total);
-            if let Err(reason) = cut_layers(members, layers, subset.renumber, family) {
+            let kept = KeptLayers { layers: &kept, declared, total };
+            if let Err(reason) = cut_layers(members, &kept, subset.renumber, family) {
                 no_hf = no_hf.or(Some(reason));
             }
         }
@@ -540,14 +540,15 @@ fn names_layers(members: &Map<String, Value>) -> bool {
     QUANTIZATION.iter().any(|key| members.get(*key).is_some_and(has_number))
 }
 
-/// `kept` are the layers that are there, of which those from `declared` on predict further tokens. There were `total` of both.
+/// Cuts what the configuration says of layers to those that are kept.
 fn cut_layers(
     members: &mut Map<String, Value>,
-    (kept, declared, total): (&[u64], u64, u64),
+    kept: &KeptLayers<'_>,
     renumber: bool,
     family: Option<&Family>,
 ) -> Result<(), String> {
-    let layers: Vec<u64> = kept.iter().copied().filter(|layer| *layer < declared).collect();
+    let declared = kept.declared;
+    let layers: Vec<u64> = kept.layers.iter().copied().filter(|layer| *layer < declared).collect();
     let prefix = layers.iter().copied().eq(0..layers.len() as u64);
     if !prefix && !renumber {
         let first = layers.first().expect("no layers at all are the first ones");
@@ -582,6 +583,5 @@ fn cut_layers(
             members.insert(key.to_owned(), json!(layers.iter().filter(|layer| **layer < count).count()));
         }
     }
-    let cut = KeptLayers { layers: kept, declared, total }.cut(members);
-    reason.or(cut.err()).map_or(Ok(()), Err)
+    reason.or(kept.cut(members).err()).map_or(Ok(()), Err)
 }

@@ -72,16 +72,16 @@ impl<'a> Values<'a> {
         let info = self.checkpoint.tensor(id);
         match (info.storage, rule) {
             (Storage::Plain { .. } | Storage::Mosaic(_), Some(rule)) => rule.dtype,
-            (Storage::Plain { .. } | Storage::Mosaic(_), None) if self.widens(info.dtype, info.name) => {
-                Some(DType::F32)
-            }
-            (Storage::Plain { .. } | Storage::Mosaic(_), None) if self.keeps(info.dtype, info.name) => {
-                self.kept.lock().insert(id);
-                None
-            }
-            // Codes and scales of what is shown raw mean nothing in another type.
             (Storage::Plain { .. } | Storage::Mosaic(_), None) => {
-                self.request.dtype.filter(|_| !self.of_raw.contains(&id))
+                if self.widens(info.dtype, info.name) {
+                    return Some(DType::F32);
+                }
+                let keeps = self.keeps(info.dtype, info.name);
+                if keeps {
+                    self.kept.lock().insert(id);
+                }
+                // Codes and scales of what is shown raw mean nothing in another type.
+                self.request.dtype.filter(|_| !keeps && !self.of_raw.contains(&id))
             }
             (Storage::Quantized(quantized), rule) => {
                 let dtype = rule.map_or_else(|| self.decoded_dtype(quantized.dtype), |rule| rule.dtype);
