@@ -14,7 +14,7 @@
 //!
 //! To add a setting, add a field to [`settings`](Settings) and a row to `table.rs`, then use the field. The type of the
 //! field determines how a word or a TOML value is read and written ([`value`]). A new kind of value is one `impl` there
-//! or in `words.rs`. A closed list of words is a [`value::Choice`].
+//! or in `value_types.rs`. A closed list of words is a [`value::Choice`].
 //!
 //! Parsing does no I/O: only `load.rs` reads the files that settings name. The layers above interpret layout files,
 //! match a mesh with a checkpoint, and measure the memory.

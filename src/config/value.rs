@@ -105,7 +105,7 @@ pub trait SettingValue: Clone {
     }
 
     /// The path that it is, if it is one: a relative one begins where it was written.
-    fn path(&mut self) -> Option<&mut PathBuf> {
+    fn path_mut(&mut self) -> Option<&mut PathBuf> {
         None
     }
 }
@@ -332,7 +332,7 @@ impl SettingValue for PathBuf {
         self.to_str().map(Into::into).ok_or_else(|| format!("{} is not UTF-8", self.display()))
     }
 
-    fn path(&mut self) -> Option<&mut PathBuf> {
+    fn path_mut(&mut self) -> Option<&mut PathBuf> {
         Some(self)
     }
 }
@@ -341,7 +341,7 @@ impl SettingValue for PathBuf {
 fn rebase<'v, T: SettingValue + 'v>(values: impl IntoIterator<Item = &'v mut T>, base: &Path) {
     // An address is no path.
     let is_path = |path: &&mut PathBuf| !path.to_str().is_some_and(|text| text.contains("://"));
-    for path in values.into_iter().filter_map(T::path).filter(is_path) {
+    for path in values.into_iter().filter_map(T::path_mut).filter(is_path) {
         let joined = base.join(&*path);
         *path = std::path::absolute(&joined).unwrap_or(joined);
     }

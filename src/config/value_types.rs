@@ -119,7 +119,7 @@ impl SettingValue for LayoutChoice {
         }
     }
 
-    fn path(&mut self) -> Option<&mut PathBuf> {
+    fn path_mut(&mut self) -> Option<&mut PathBuf> {
         if let Self::File { path, .. } = self { Some(path) } else { None }
     }
 }
@@ -458,7 +458,7 @@ impl SettingValue for Materialize {
         }
     }
 
-    fn path(&mut self) -> Option<&mut PathBuf> {
+    fn path_mut(&mut self) -> Option<&mut PathBuf> {
         if let Self::Dir(dir) = self { Some(dir) } else { None }
     }
 }
@@ -492,7 +492,7 @@ impl SettingValue for MergedLora {
         self.path().to_path_buf().to_toml()
     }
 
-    fn path(&mut self) -> Option<&mut PathBuf> {
+    fn path_mut(&mut self) -> Option<&mut PathBuf> {
         if let Self::Dir(dir) = self { Some(dir) } else { None }
     }
 }
@@ -531,7 +531,7 @@ impl SettingValue for ShardChoice {
         }
     }
 
-    fn path(&mut self) -> Option<&mut PathBuf> {
+    fn path_mut(&mut self) -> Option<&mut PathBuf> {
         if let Self::File(path) = self { Some(path) } else { None }
     }
 }
