@@ -50,12 +50,10 @@ impl SettingValue for Mesh {
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
         let at = value.span();
         let fault = |reason| Fault { at: at.clone(), reason };
-        let table = match value.into_inner() {
-            DeValue::Table(table) => table,
-            DeValue::String(text) => return Self::from_word(&text).map_err(fault),
-            _ => {
-                return Err(fault("mesh: expected a text such as \"fsdp=4,tensor=2\", or a table of sizes".to_owned()));
-            }
+        let text = value.get_ref().as_str().map(str::to_owned);
+        let DeValue::Table(table) = value.into_inner() else {
+            let expected = || "mesh: expected a text such as \"fsdp=4,tensor=2\", or a table of sizes".to_owned();
+            return text.ok_or_else(expected).and_then(|text| Self::from_word(&text)).map_err(fault);
         };
         let axis = |(name, size): (toml::Spanned<String>, Toml<'_>)| {
             Ok(format!("{}={}", name.get_ref(), deserialize::<u64>(size)?))
