@@ -108,7 +108,7 @@ impl Listening {
         let refused = |error: io::Error| ServeError::of_address(address, &error);
         let listener = TcpListener::bind(address).map_err(refused)?;
         // Of std's 128 in the queue, a fleet that begins together fills all, and then each waits a second for its next try.
-        listen(&listener, Backlog::MAXCONN).map_err(|error| refused(error.into()))?;
+        listen(&listener, Backlog::MAXALLOWABLE).map_err(|error| refused(error.into()))?;
         listener.set_nonblocking(true).map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
         Ok(Self { listener, address })

@@ -15,11 +15,11 @@ use ckfs_source::{
 use super::super::{
     file::{FileRole, IgnoreReason},
     foreign,
+    json::read_json,
     listing::{self, Listed, Listing, Opening, leave_out_links, warn_of_weights},
     locate::Located,
     options::OpenOptions,
     problem::{CheckpointError, Problems},
-    json::read_json,
     weight_name::natural,
 };
 
