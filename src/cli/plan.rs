@@ -109,7 +109,7 @@ fn check_values(volume: &Volume, plans: &[ViewPlan]) -> anyhow::Result<()> {
     for (number, view) in plans.iter().enumerate() {
         for tensor in &view.plan.tensors {
             tensor.view.for_each_encoded(&mut |of| {
-                matrices.entry((number, of.name.to_owned())).or_insert_with(|| Arc::clone(of));
+                matrices.entry((number, of.name.clone())).or_insert_with(|| Arc::clone(of));
             });
         }
     }

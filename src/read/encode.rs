@@ -63,7 +63,9 @@ impl Engine {
             left.extend(outside);
             self.with_band(leaf, band, touched, mode, &mut |bytes| {
                 let windows = [Window { bytes, start: band.first * width }];
-                inside.iter().for_each(|piece| scatter(job, piece, &windows, target, mode.stores));
+                for piece in &inside {
+                    scatter(job, piece, &windows, target, mode.stores);
+                }
                 inside.iter().map(Piece::units).sum::<u64>() * width
             })?;
         }
@@ -101,20 +103,17 @@ impl Engine {
                 let len = encoding.bands.bytes_of(EncodedPart::Codes, elements);
                 let make = |bytes: &mut Buffer| self.make_band(encoding, band.number, Some(bytes), mode);
                 let compute = |room| self.make_tile(len, room, |bytes| Ok(make(bytes)?.files.clone()));
-                match self.rooms.cache.get(key, Demand::Reader, len, &self.counters, &|| None, compute) {
-                    Some(tile) => {
-                        let tile = tile?;
-                        touch(touched, &tile.files);
-                        if tile.serve(work(&tile.bytes)) {
-                            self.rooms.cache.forget(&key);
-                        }
+                if let Some(tile) = self.rooms.cache.get(key, Demand::Reader, len, &self.counters, &|| None, compute) {
+                    let tile = tile?;
+                    touch(touched, &tile.files);
+                    if tile.serve(work(&tile.bytes)) {
+                        self.rooms.cache.forget(&key);
                     }
-                    None => {
-                        // For this request alone.
-                        let mut bytes = self.rooms.buffers.take(len);
-                        touch(touched, &make(&mut bytes)?.files);
-                        work(&bytes);
-                    }
+                } else {
+                    // For this request alone.
+                    let mut bytes = self.rooms.buffers.take(len);
+                    touch(touched, &make(&mut bytes)?.files);
+                    work(&bytes);
                 }
             }
         }

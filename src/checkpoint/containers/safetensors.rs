@@ -95,13 +95,15 @@ pub(crate) fn read(
     }
     let path = |id: FileId| files.path(id);
     let mut contents = Contents { file_metadata, ..Contents::default() };
-    contents.table = table_of(&headers, &|_, _| true, problems);
-    if index.is_some_and(|(_, index)| files.agree_with_index(index, &contents.table)) {
-        return contents;
+    if let Some((_, index)) = index {
+        contents.table = table_of(&headers, &|_, _| true, problems);
+        if files.agree_with_index(index, &contents.table) {
+            return contents;
+        }
     }
     let rows = headers.iter().flat_map(|(id, header)| header.tensors().map(move |tensor| (tensor.name, *id))).collect();
     let copies = copies::choose(rows, &path, index.map(|(_, index)| index), duplicates, problems);
-    if copies.files().chain(copies.variants.iter().copied()).next().is_some() {
+    if index.is_none() || copies.files().chain(copies.variants.iter().copied()).next().is_some() {
         contents.table = table_of(&headers, &|id, name| copies.keeps(id, name), problems);
     }
     if let Some((name, index)) = index {

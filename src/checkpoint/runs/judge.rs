@@ -1,6 +1,6 @@
 //! What a step's directory holds, and whether its writer has finished it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use ckfs_format::{
     dcp::read::METADATA as DCP_METADATA,
@@ -112,6 +112,7 @@ fn steps_in(tree: &dyn StepTree, directory: &str, (before, holds): Before<'_>) -
     {
         common.is_stable = common.is_stable || tree.len_bytes(&below(&name, STABLE))?.is_some();
     }
+    let at_work: HashSet<&str> = file_names(&entries).filter(|name| name.ends_with(UNFINISHED_BESIDE)).collect();
     let mut steps = Vec::new();
     for (own_name, parsed) in of_run {
         let name = below(directory, own_name);
@@ -122,7 +123,7 @@ fn steps_in(tree: &dyn StepTree, directory: &str, (before, holds): Before<'_>) -
             None => common.step(&name, *parsed)?,
         };
         let beside = format!("{}{UNFINISHED_BESIDE}", stem(own_name));
-        if has(&entries, &beside) {
+        if at_work.contains(beside.as_str()) {
             state = unfinished(format!("{beside} is beside it: its writer is still at work, or was stopped"));
         }
         let is_at_work = parsed.unfinished.is_some();

@@ -203,7 +203,7 @@ async fn of_object(
     let no_node = |reason: NoNode| match reason {
         NoNode::Absent => no_key(&key),
         NoNode::Denied => xml::error(StatusCode::FORBIDDEN, "AccessDenied", DENIED, &key),
-        NoNode::Failed(cause) => failed(&cause),
+        NoNode::Failed(cause) => failed(&format!("{key}: {cause}")),
     };
     let (tree, rest) = match served.place(visitor, names).await.map_err(no_node)? {
         ServedPlace::Tree(tree, rest) => (tree, rest),
