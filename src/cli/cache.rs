@@ -119,7 +119,7 @@ fn list(cache: &Cache, place: &Path, as_json: bool) -> anyhow::Result<()> {
 }
 
 fn listed(place: &Path, (used, limit): (u64, u64), rows: &[Value]) -> Value {
-    json!({ "directory": place, "used_bytes": used, "limit_bytes": limit, "objects": rows })
+    json!({ "directory": place.to_string_lossy(), "used_bytes": used, "limit_bytes": limit, "objects": rows })
 }
 
 /// How many objects there are, how many have a digest, are parts and have none, and the damages.

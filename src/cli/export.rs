@@ -377,3 +377,22 @@ fn check_target(directory: &Path, source: Option<&str>, force: bool) -> anyhow::
         Err(error) => Err(error).with_context(|| directory.display().to_string()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_is_no_target_where_it_is_the_source() {
+        for (one, other, is_same) in [
+            ("s3://b/m", "s3://b/m/", true),
+            ("s3a://b/m/out", "s3://b/m", true),
+            ("s3://b", "s3://b/m", true),
+            ("s3://b/m2", "s3://b/m", false),
+            ("s3://b/m", "/b/m", false),
+            ("s3://b/m", "hf://org/m", false),
+        ] {
+            assert_eq!(share_a_place(one, other), is_same, "{one} {other}");
+        }
+    }
+}

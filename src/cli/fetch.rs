@@ -111,6 +111,8 @@ fn fetched(
     [needed, fetched, cached, requests, parts]: [u64; 5],
     shared: &[PathBuf],
 ) -> Value {
+    // A path that is no text has no other form in JSON.
+    let shared: Vec<_> = shared.iter().map(|snapshot| snapshot.to_string_lossy()).collect();
     json!({
         "source": label, "is_local": is_local, "needed_bytes": needed, "fetched_bytes": fetched, "cached_bytes": cached,
         "requests": requests, "part_files": parts, "shared": shared,

@@ -156,7 +156,6 @@ pub(super) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     written(written_all.and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush()))
 }
 
-/// Writes the bytes of a read to standard output.
 /// A bar on standard error, where that is a terminal.
 pub(super) fn bar(bytes: u64, log: &LogFlags) -> ProgressBar {
     let bar = ProgressBar::new(bytes);
@@ -174,6 +173,7 @@ pub(super) fn print_either(as_json: bool, value: &impl Serialize, text: impl FnO
     if as_json { print_json(value) } else { print(&text()) }
 }
 
+/// Writes the bytes of a read to standard output.
 pub(super) fn write_served(bytes: Served<'_>) -> anyhow::Result<()> {
     written(bytes.write_to(&io::stdout()))
 }

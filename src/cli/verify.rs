@@ -152,14 +152,20 @@ impl Verify {
             let found = verify(&mut config, mount, &self.only, amount, log)?;
             return self.tell(&found, || found.verdict(), || format!("{}, no difference\n", found.summary()));
         };
-        let steps: Vec<(u64, Option<PathBuf>, Config)> = match mount {
-            Some(mount) => mounted_steps(mount)?,
-            None => steps::selected(&config, wanted)?.into_iter().map(|(step, of)| (step.number, None, of)).collect(),
-        };
         let mut all = Vec::new();
-        for (step, mount, mut config) in steps {
-            let found = verify(&mut config, mount.as_deref(), &self.only, amount, log);
-            all.push((step, found.with_context(|| format!("step {step}"))?));
+        if let Some(mount) = mount {
+            // One after the other: to tell what it shows, the daemon plans a step.
+            for step in mounted_steps(mount)? {
+                let place = mount.join(step.to_string());
+                let found = open::shown_config(&place)
+                    .and_then(|mut config| verify(&mut config, Some(&place), &self.only, amount, log));
+                all.push((step, found.with_context(|| format!("step {step}"))?));
+            }
+        } else {
+            for (step, mut config) in steps::selected(&config, wanted)? {
+                let found = verify(&mut config, None, &self.only, amount, log);
+                all.push((step.number, found.with_context(|| format!("step {}", step.number))?));
+            }
         }
         let row = |(step, found): &(u64, Verification)| {
             let mut row = json!(found);
@@ -192,19 +198,14 @@ impl Verify {
 }
 
 /// The steps that the mount of a run shows.
-fn mounted_steps(mount: &Path) -> anyhow::Result<Vec<(u64, Option<PathBuf>, Config)>> {
+fn mounted_steps(mount: &Path) -> anyhow::Result<Vec<u64>> {
     let mut numbers: Vec<u64> = Vec::new();
     for entry in fs::read_dir(mount).with_context(|| mount.display().to_string())? {
         let name = entry.with_context(|| mount.display().to_string())?.file_name();
         numbers.extend(name.to_str().and_then(|name| name.parse::<u64>().ok()));
     }
     numbers.sort_unstable();
-    let step = |number: u64| {
-        let step = mount.join(number.to_string());
-        let config = open::shown_config(&step).with_context(|| format!("step {number}"))?;
-        Ok((number, Some(step), config))
-    };
-    numbers.into_iter().map(step).collect()
+    Ok(numbers)
 }
 
 /// Compares the files of a mount with the files that its own configuration describes.

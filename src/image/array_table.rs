@@ -15,7 +15,7 @@ use rayon::prelude::*;
 
 use super::{
     chunk_grid::{CHUNK_BYTES_MAX, ChunkGrid, holds},
-    name_tree::{NAME_BYTES_MAX, NameNode, NameTree, name_node},
+    name_tree::{BELOW, NAME_BYTES_MAX, NameNode, NameTree, name_node},
 };
 
 /// Names of the metadata files.
@@ -52,6 +52,8 @@ pub(super) enum ArrayNode {
 pub(super) struct ArrayTable {
     pub(super) rows: Vec<ArrayRow>,
     pub(super) names: NameTree,
+    /// The number of directories in each node of the names.
+    pub(super) directories: Vec<u32>,
     /// Number of nodes.
     pub(super) len: u64,
 }
@@ -139,7 +141,7 @@ impl ArrayTable {
         }
         let paths = arrays.iter().map(|(name, _)| name.as_str());
         let paths = paths.chain(METADATA_FILES).chain(beside.iter().map(String::as_str));
-        let leaves = paths.zip(0..).map(|(path, number)| (path.split('/').map(Into::into).collect(), number));
+        let leaves = paths.zip(0..).map(|(path, number)| (path.replace('/', BELOW), number));
         let mut clash = None;
         let names = NameTree::of(leaves.collect(), &mut |path, [_, second]| {
             let name = arrays.get(second as usize).map_or(&path, |(_, index)| name_of(index));
@@ -152,17 +154,18 @@ impl ArrayTable {
 
     /// A tree of names whose first leaves are arrays, of these tensors and with so many chunks.
     fn with_chunks(names: NameTree, arrays: impl Iterator<Item = (u32, u64)>) -> Self {
-        let mut table = Self { rows: Vec::new(), len: names.len(), names };
+        let mut table = Self { rows: Vec::new(), directories: Vec::new(), len: names.len(), names };
         for (tensor, chunks) in arrays {
             table.rows.push(ArrayRow { node: 0, tensor, first: table.len });
             table.len += 1 + chunks;
         }
-        for node in 0..name_node(table.names.len()) {
-            if let NameNode::Leaf(leaf) = table.names.node(node)
-                && let Some(row) = table.rows.get_mut(leaf as usize)
-            {
-                row.node = node;
-            }
+        table.directories = vec![0; name_node(table.names.len()) as usize];
+        for node in 1..name_node(table.names.len()) {
+            let is_directory = match table.names.node(node) {
+                NameNode::Directory(_) => true,
+                NameNode::Leaf(leaf) => table.rows.get_mut(leaf as usize).map(|row| row.node = node).is_some(),
+            };
+            table.directories[table.names.parent(node) as usize] += u32::from(is_directory);
         }
         table
     }
@@ -209,7 +212,7 @@ pub(super) mod tests {
     /// Arrays with these names, without tensors, and files.
     pub(crate) fn of_names(names: &[&str], files: &[&str]) -> ArrayTable {
         let paths = names.iter().chain(&METADATA_FILES).chain(files).zip(0..);
-        let leaves = paths.map(|(path, number)| (path.split('/').map(Into::into).collect(), number));
+        let leaves = paths.map(|(path, number)| (path.replace('/', BELOW), number));
         let tree = NameTree::of(leaves.collect(), &mut |path, _| panic!("{path} twice"));
         ArrayTable::with_chunks(tree, names.iter().map(|_| (0, 2)))
     }

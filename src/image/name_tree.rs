@@ -4,8 +4,6 @@
 //! Nodes are numbered so that a directory's children are consecutive and sorted by name; node 0 is the root. A node takes
 //! 24 bytes besides its name.
 
-use std::borrow::Cow;
-
 use ckfs_plan::{Plan, PlannedTensor, Problem};
 
 /// Longest file name that the kernel passes, in bytes.
@@ -45,8 +43,17 @@ pub(super) struct NameTree {
     names: String,
 }
 
+/// What stands between the names of a leaf's path: it sorts before what they contain, so that paths sort as their names do.
+pub(super) const BELOW: &str = "\0";
+
 /// The path of a leaf, and its number.
-pub(super) type NamedLeaf<'a> = (Vec<Cow<'a, str>>, u32);
+pub(super) type NamedLeaf = (String, u32);
+
+/// The name in a path that starts at that byte.
+fn name_at(path: &str, start: usize) -> &str {
+    let rest = &path[start..];
+    rest.split_once(BELOW).map_or(rest, |(name, _)| name)
+}
 
 fn number(n: usize) -> u32 {
     u32::try_from(n).expect("a tree of fewer than 2^32 nodes and bytes of names")
@@ -64,7 +71,7 @@ impl NameTree {
     /// Every name that is too long, used twice, or both a file and a directory.
     pub(super) fn new(plan: &Plan, suffix: &str, shown: impl Fn(&PlannedTensor) -> bool) -> Result<Self, Vec<Problem>> {
         let mut problems = Vec::new();
-        let mut leaves: Vec<NamedLeaf<'_>> = Vec::new();
+        let mut leaves: Vec<NamedLeaf> = Vec::new();
         let mut names_bytes = 0;
         for (index, tensor) in plan.tensors.iter().enumerate().filter(|(_, tensor)| shown(tensor)) {
             let mut path = plan.path(tensor);
@@ -85,15 +92,15 @@ impl NameTree {
                 file.to_mut().push_str(suffix);
             }
             // Tensors are sorted by name, so those of a directory follow each other, and its name is told once.
-            let before = leaves.last().map_or(&[][..], |(before, _)| before);
-            let shared = before.iter().zip(&path).take_while(|(before, component)| before == component).count();
+            let before = leaves.last().map_or("", |(before, _)| before);
+            let shared = before.split(BELOW).zip(&path).take_while(|(before, component)| before == component).count();
             for component in path.iter().skip(shared).filter(|name| name.len() > NAME_BYTES_MAX) {
                 let (name, bytes) = (&tensor.name, component.len());
                 problems.push(Problem::Request(format!(
                     "{name}: the file name {component:?} has {bytes} bytes, at most {NAME_BYTES_MAX} are possible"
                 )));
             }
-            leaves.push((path, number(index)));
+            leaves.push((path.join(BELOW), number(index)));
         }
         let tree = Self::of(leaves, &mut |path, [first, second]| {
             let [first, second] = [first, second].map(|tensor| &plan.tensors[tensor as usize].name);
@@ -103,38 +110,39 @@ impl NameTree {
     }
 
     /// The tree of these leaves. Two that have one place, or a leaf and one below it, are told to `collide`: path and numbers.
-    pub(super) fn of(mut leaves: Vec<NamedLeaf<'_>>, collide: &mut dyn FnMut(String, [u32; 2])) -> Self {
-        leaves.sort_by(|(left, _), (right, _)| left.cmp(right));
+    pub(super) fn of(mut leaves: Vec<NamedLeaf>, collide: &mut dyn FnMut(String, [u32; 2])) -> Self {
+        leaves.sort();
         let mut tree = Self { nodes: vec![NameRow::directory(0)], names: String::new() };
         tree.lay(0, &leaves, 0, collide);
         tree
     }
 
-    /// Lays out the nodes below node `to`, which is that many components deep.
-    fn lay(&mut self, to: u32, below: &[NamedLeaf<'_>], depth: usize, collide: &mut dyn FnMut(String, [u32; 2])) {
+    /// Lays out the nodes below node `to`, whose children's names start at that byte of their paths.
+    fn lay(&mut self, to: u32, below: &[NamedLeaf], start: usize, collide: &mut dyn FnMut(String, [u32; 2])) {
         let first = number(self.nodes.len());
         let mut directories = Vec::new();
-        for same in below.chunk_by(|(left, _), (right, _)| left[depth] == right[depth]) {
-            let is_leaf = |(path, _): &NamedLeaf<'_>| path.len() == depth + 1;
-            for pair in same.windows(2).filter(|pair| is_leaf(&pair[0])) {
-                collide(pair[0].0.join("/"), [pair[0].1, pair[1].1]);
-            }
+        for same in below.chunk_by(|(left, _), (right, _)| name_at(left, start) == name_at(right, start)) {
             let (path, leaf) = &same[0];
+            let name = name_at(path, start);
+            let end = start + name.len();
+            for pair in same.windows(2).filter(|pair| pair[0].0.len() == end) {
+                collide(pair[0].0.replace(BELOW, "/"), [pair[0].1, pair[1].1]);
+            }
             let mut node = NameRow::directory(to);
-            (node.name_start, node.name_len) = (number(self.names.len()), number(path[depth].len()));
-            if is_leaf(&same[0]) {
+            (node.name_start, node.name_len) = (number(self.names.len()), number(name.len()));
+            if path.len() == end {
                 (node.first, node.children) = (*leaf, IS_LEAF);
             } else {
-                directories.push((number(self.nodes.len()), same));
+                directories.push((number(self.nodes.len()), same, end + BELOW.len()));
             }
-            self.names.push_str(&path[depth]);
+            self.names.push_str(name);
             self.nodes.push(node);
         }
         let children = number(self.nodes.len()) - first;
         let node = &mut self.nodes[to as usize];
         (node.first, node.children, node.subdirectories) = (first, children, number(directories.len()));
-        for (at, below) in directories {
-            self.lay(at, below, depth + 1, collide);
+        for (at, below, start) in directories {
+            self.lay(at, below, start, collide);
         }
     }
 

@@ -130,12 +130,12 @@ impl Subtree for Arrays {
     }
 
     fn node(&self, at: u64) -> SubtreeNode {
-        let is_directory = |at: u64| matches!(self.table.node(at), ArrayNode::Above | ArrayNode::Directory(_));
-        if !is_directory(at) {
-            return SubtreeNode::File;
+        match self.table.node(at) {
+            ArrayNode::Above | ArrayNode::Directory(_) => {
+                SubtreeNode::Directory(self.table.directories[name_node(at) as usize])
+            }
+            ArrayNode::Part(..) | ArrayNode::Metadata(_) | ArrayNode::Beside(_) => SubtreeNode::File,
         }
-        let inside = self.table.names.children(name_node(at)).filter(|child| is_directory((*child).into()));
-        SubtreeNode::Directory(u32::try_from(inside.count()).expect("fewer tensors than 2^32"))
     }
 
     fn name(&self, at: u64) -> Cow<'_, str> {

@@ -44,7 +44,7 @@ ops! {
 }
 
 /// Upper bounds of the latency histogram's buckets, in microseconds; the last bucket has none.
-pub(crate) const LATENCY_BOUNDS_US: [u64; 14] =
+pub const LATENCY_BOUNDS_US: [u64; 14] =
     [10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 50_000, 250_000, 1_000_000, 10_000_000];
 
 /// Counts of one kind of request.

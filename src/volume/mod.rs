@@ -30,7 +30,7 @@ pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use live_reads::LiveReads;
 pub use materialize::{BundleSizes, Policy};
 pub use metric_text::{MetricText, label};
-pub use metrics::{Metrics, RequestKind};
+pub use metrics::{LATENCY_BOUNDS_US, Metrics, RequestKind};
 pub use permissions::{PermittedReaders, directory_permission, readers, readers_of};
 pub use stats::{held_rows, memory_json, ops};
 pub use upkeep::{NoPassthrough, OnChange, Upkeep, WhenMaterialized};

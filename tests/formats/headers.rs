@@ -202,7 +202,7 @@ fn agree(bytes: &[u8], ours: &Result<Header, HeaderErrors>) -> Result<(), TestCa
         (Ok(header), Err(error)) => prop_assert!(false, "{} tensors accepted, there: {error}", header.len()),
         (Err(errors), Ok(theirs)) => {
             let is_stricter = |problem: &String| {
-                let problem = problem.to_string();
+                let problem = problem.clone();
                 ["twice", "duplicate", "axes"].iter().any(|word| problem.contains(word))
             };
             let is_stricter = errors.problems.iter().any(is_stricter);

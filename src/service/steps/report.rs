@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use ckfs_host::memory;
 use ckfs_source::{DecodedChunks, calendar::utc};
-use ckfs_volume::{MetricText, Volume, held_rows, memory_json, ops};
+use ckfs_volume::{LATENCY_BOUNDS_US, MetricText, Volume, held_rows, memory_json, ops};
 use serde_json::{Map, Value, json};
 
 use super::{super::alive::OpenProblem, run::RunState, slot::StepContent};
@@ -187,6 +187,7 @@ impl RunState {
         all.insert("in_flight".to_owned(), self.metrics.in_flight.load(Ordering::Relaxed).into());
         all.insert("threads".to_owned(), memory::threads().into());
         all.insert("memory".to_owned(), self.memory());
+        all.insert("latency_bounds_us".to_owned(), json!(LATENCY_BOUNDS_US));
         all.insert("ops".to_owned(), ops(&self.metrics).into());
         let mut text = serde_json::to_vec_pretty(&all).unwrap_or_default();
         text.resize(text.len().max(STATS_BYTES - 1), b' ');

@@ -72,7 +72,6 @@ impl ListedStep {
         }
     }
 
-    /// Whether two are of one directory in one state.
     /// What is told of it.
     pub fn to_json(&self) -> Value {
         json!({
@@ -86,6 +85,7 @@ impl ListedStep {
         })
     }
 
+    /// Whether two are of one directory in one state.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         let stamp = |step: &Self| step.measure.as_ref().map(|measure| measure.stamp);
         self.number == other.number && self.name == other.name && stamp(self) == stamp(other)
