@@ -67,7 +67,7 @@ impl Counters {
         self.served[path as usize].load(Ordering::Relaxed)
     }
 
-    /// Bytes read from source files. An element counts once for each time that it was needed.
+    /// Bytes read from source files. An element counts once for each piece that needed it.
     pub fn fetched_bytes(&self, path: Path) -> u64 {
         self.fetched[path as usize].load(Ordering::Relaxed)
     }

@@ -8,8 +8,9 @@ use std::{
     },
 };
 
+use ckfs_checkpoint::TensorInfo;
 use ckfs_image::Segment;
-use ckfs_source::{FileId, ReadFailure, Replied, Served};
+use ckfs_source::{ByteSpan, FileId, ReadFailure, Replied, Served};
 use ckfs_sync::{Demand, Reservation};
 use ckfs_tensor::{Decode, Origin, Piece, Stores, Tiling, WorkSlice, to_usize};
 use smallvec::SmallVec;
@@ -58,9 +59,9 @@ impl<'a> SegmentReader<'a> {
     ) -> Result<Replied, ReadFailure<ReadError>> {
         if let SegmentContent::View(prepared) = &self.content
             && prepared.grid.is_none()
-            && let Some((source, start, end)) = self.single_run(&prepared.tiling, low, high)
+            && let Some((tensor, start, end)) = self.single_run(&prepared.tiling, low, high)
         {
-            return self.engine.serve_source(source, start, end, Path::Contiguous, reply);
+            return self.engine.serve_source(tensor.file(), start, end, Path::Contiguous, reply);
         }
         let mut replied = None;
         self.copy(low, high, &mut |bytes| replied = Some(reply(Served::Memory(bytes))))?;
@@ -101,10 +102,14 @@ impl<'a> SegmentReader<'a> {
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
         let path = path(prepared);
         if prepared.grid.is_none()
-            && let Some((source, start, _)) = self.single_run(tiling, low, high)
+            && let Some((tensor, start, end)) = self.single_run(tiling, low, high)
         {
             // The kernel finds the pages of a file faster by `pread` than through a map.
-            return engine.copy_source(source, start, target, path);
+            let copied = engine.copy_source(tensor.file(), start, target, path);
+            return copied.map_err(|error| match (error, ByteSpan::new(start, end)) {
+                (ReadError::Changed(error), Some(span)) => ReadError::source(&tensor, span, error),
+                (error, _) => error,
+            });
         }
         if low.is_multiple_of(unit) && high.is_multiple_of(unit) {
             let mode = FillMode { stores, ..FillMode::cached(path) };
@@ -134,8 +139,8 @@ impl<'a> SegmentReader<'a> {
         Ok(())
     }
 
-    /// The source file and span of a target span, if it is one unconverted run.
-    fn single_run(&self, tiling: &Tiling, low: u64, high: u64) -> Option<(FileId, u64, u64)> {
+    /// The tensor and the span of its file of a target span, if it is one unconverted run.
+    fn single_run(&self, tiling: &Tiling, low: u64, high: u64) -> Option<(TensorInfo<'_>, u64, u64)> {
         let unit = tiling.unit_bytes();
         let (first, last) = (low / unit, high.div_ceil(unit));
         let mut cuts: SmallVec<[Piece; 2]> = SmallVec::new();
@@ -152,7 +157,7 @@ impl<'a> SegmentReader<'a> {
         }
         let info = self.engine.checkpoint.tensor(tensor);
         let start = info.span().start() + offset * unit + (low - first * unit);
-        Some((info.file(), start, start + (high - low)))
+        Some((info, start, start + (high - low)))
     }
 
     /// Makes a span for this request alone.

@@ -243,13 +243,15 @@ def applied(one, views, made):
 
             parts = [" + ".join(product(*term) for term in terms) for terms in one["sizes"]]
         return [f"part({view}, {one.get('axis', 0)}, {at}, {', '.join(parts)})" for at in range(len(parts))]
+    before = "config."
+    if one.get("config"):
+        before += one["config"] + "."
     if kind == "rows":
-        return [f"slice({view}, 0, 0, config.{one['member']} ?? {one['default']})" for view in views]
+        return [f"slice({view}, 0, 0, {before}{one['member']} ?? {one['default']})" for view in views]
     if kind == "transpose":
         return [f"swap({view}, {one['axes'][0]}, {one['axes'][1]})" for view in views]
     if kind == "interleave":
         return [f"halves({view}, {one['axis']}, 1)" for view in views]
-    before = f"config.{one['config']}." if one["config"] else "config."
     heads = " ?? ".join([*(before + name for name in one["heads"]), str(one["default"])])
     names = one["names"]
     turns = ["only" not in one or any(word in name for word in one["only"]) for name in names]

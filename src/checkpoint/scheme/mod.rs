@@ -1,4 +1,4 @@
-//! The schemes by which weights are quantized: a closed list, one file each.
+//! The schemes by which weights are quantized: a closed list, `SCHEMES`.
 //!
 //! A scheme looks at the stored tensors and at the configuration (`Stored`) and tells what the repository's tensors are when
 //! decoded (`SchemeFindings`). Nothing above this module knows a scheme: the plan sees tensors with a name, a shape and a dtype, whose
@@ -6,8 +6,8 @@
 //!
 //! # To add a scheme
 //! Most schemes are data: a `row::SchemeRow` says the ends of names, types and shapes of codes and of what decodes them, the expression of
-//! the value, and the decoded name; `row` says how to add one. Those of `by_module` are nothing but rows, since the configuration says of
-//! each module how it is quantized; `awq`, `mlx` and `fp8` also read a configuration of their own.
+//! the value, and the decoded name; `row` says how to add one. In `by_module` are rows of which the configuration says module by module
+//! whether a weight is stored so, and those of stacked experts; `awq`, `mlx` and `fp8` also read a configuration of their own.
 //!
 //! Code is for what a row cannot say: `gptq` and `pack_quantized` read tensors (`g_idx`, `weight_shape`), `bitsandbytes` and `torchao` texts
 //! that describe a tensor. Write `src/checkpoint/scheme/<name>.rs` and add one line to `SCHEMES`. The file holds:

@@ -586,8 +586,10 @@ pub(super) fn find(rows: Rows, read: Read, stored: &Stored<'_>, found: &mut Sche
     if modules.tells_scale {
         details.extend([("scale_suffix", json!(first.suffix)), ("scale_dtype", json!(first.scale.code()))]);
     }
-    let marks = stored.iter().filter(|(_, tensor)| Some(last_word(tensor.name)) == modules.mark);
-    marks.for_each(|(id, _)| found.leave_out(id));
+    if let Some(mark) = modules.mark {
+        let marks = stored.iter().filter(|(_, tensor)| last_word(tensor.name) == mark);
+        marks.for_each(|(id, _)| found.leave_out(id));
+    }
     let (before, between) = modules.words;
     Some((before + &texts.join(between), details))
 }

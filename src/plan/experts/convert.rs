@@ -128,8 +128,12 @@ impl LoadConverter {
         }
         let scope = ConfigScope { checkpoint, bound };
         let made = |(to, view): &(String, Expr)| {
-            let view = view.eval(&scope).and_then(|value| value.view("view").cloned());
-            Ok((name.replacen(self.to[0].0.as_str(), to, 1), view.map_err(|error| error.to_string())?))
+            let view = view.eval(&scope).and_then(|value| value.view("view").cloned()).map_err(|error| {
+                let shapes = given.iter().filter_map(|views| Some(views.first()?.shape().to_string()));
+                let shapes = shapes.collect::<Vec<_>>().join(" and ");
+                format!("by config.json {to} is not made of {shapes} as transformers makes it: {error}")
+            })?;
+            Ok((name.replacen(self.to[0].0.as_str(), to, 1), view))
         };
         self.to.iter().map(made).collect()
     }

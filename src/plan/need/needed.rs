@@ -1,6 +1,6 @@
 //! The source bytes that the listed devices of a plan read: what a host must have before its trainer can start.
 
-use std::ops::Range;
+use std::{collections::HashSet, ops::Range};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_source::{ByteSpan, FileId};
@@ -78,8 +78,8 @@ type Ranges = SmallVec<[Range<u64>; 4]>;
 /// parts, and a view of very many experts is then lowered once and not for each device. Empty ones are left out.
 fn joined(shape: &Shape, regions: impl Iterator<Item = Region>) -> Vec<Ranges> {
     let held = regions.filter(|region| !region.shape().is_empty());
-    let mut boxes: Vec<Ranges> = held.map(|region| region.ranges().collect()).collect();
-    boxes.dedup();
+    let distinct: HashSet<Ranges> = held.map(|region| region.ranges().collect()).collect();
+    let mut boxes: Vec<Ranges> = distinct.into_iter().collect();
     loop {
         let before = boxes.len();
         (0..shape.rank()).for_each(|axis| join_along(&mut boxes, axis));

@@ -329,7 +329,9 @@ impl Keeping<'_> {
                 let module = format!("{before}{expert}.{word}");
                 for (end, id) in operands.into_iter().chain([(".bias", bias)]) {
                     let Some(id) = id else { continue };
-                    let range = Some((0, first, self.checkpoint.tensor(id).shape[1], turns));
+                    // Of a bias without rows the view says what it lacks.
+                    let rows = self.checkpoint.tensor(id).shape.get(1).copied().unwrap_or(first);
+                    let range = Some((0, first, rows, turns));
                     let rows = ExpertPart { expert: Some(expert), range, turned: false }.of_view(self.view(id)?)?;
                     let [count, columns @ ..] = rows.shape().extents() else { continue };
                     let columns = (!columns.is_empty()).then(|| columns.iter().product());

@@ -436,7 +436,9 @@ fn request(shared: &Shared, job: &Job, blocks: &Range<u64>) -> Result<(), FetchE
         chunk.clear();
         written
     };
-    let fetched = object.service.read(&object.file, span, *job.deadline.lock(), &mut |mut bytes| {
+    // By itself: within the call the lock would be held until the request ends, and readers ask for it.
+    let deadline = *job.deadline.lock();
+    let fetched = object.service.read(&object.file, span, deadline, &mut |mut bytes| {
         job.note_bytes();
         while !bytes.is_empty() {
             let room = place(CHUNK_BYTES) - chunk.len();

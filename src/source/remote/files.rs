@@ -460,9 +460,11 @@ impl Maps for RemoteFiles {
         let looks = touched.elapsed() >= TOUCH_PERIOD;
         if looks {
             *touched = Instant::now();
-            cache.touch();
         }
         drop(touched);
+        if looks {
+            cache.touch();
+        }
         for remote in self.remote.iter().flatten() {
             if looks {
                 digest::look(&remote.object);

@@ -288,8 +288,11 @@ impl Cache {
 
     /// Notes that all open entries are in use, for the order of eviction.
     pub fn touch(&self) {
-        let open = self.open.lock();
-        open.iter().filter_map(Weak::upgrade).for_each(|entry| entry.touch());
+        // Without the lock: each notes it on a disk.
+        let open: Vec<_> = self.open.lock().iter().filter_map(Weak::upgrade).collect();
+        for entry in open {
+            entry.touch();
+        }
     }
 
     /// The directories of entries.

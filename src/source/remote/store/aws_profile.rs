@@ -82,9 +82,10 @@ impl CredentialProvider for ProfileProvider {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
+        let read = load().credential();
         let mut known = self.0.lock();
         // Those of a file that is being written stay for a moment.
-        if let Some(credential) = load().credential() {
+        if let Some(credential) = read {
             *known = Arc::new(credential);
         }
         Ok(Arc::clone(&known))
