@@ -353,6 +353,16 @@ def test_experts_that_make_no_stack_are_refused_by_name(made, kept, tmp_path):
     assert "only experts of gpt_oss in MXFP4 have that form" in without("other", model_type="mixtral")
 
 
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_bias_of_experts_without_rows_is_refused(made, tmp_path, shape):
+    source = made("gpt-oss-mxfp4", "calm").repo.path
+    name = "model.layers.1.mlp.experts.gate_up_proj_bias"
+    save_file(tensors_of(source) | {name: torch.zeros(shape, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    text = refused(tmp_path, CT)
+    assert "panicked" not in text and "axis 0" in text, text
+
+
 @pytest.mark.parametrize(("name", "compressed"), [("awq-gemm", False), ("gptq-4-v1", False), ("modelopt-nvfp4", True), ("fp8-block", True)])
 def test_transformers_loads_what_is_made(made, kept, name, compressed):
     """Packed zero points only when it decodes: 5.24 gives them another shape otherwise, also those of the library's own converter."""
