@@ -964,6 +964,25 @@ fn messages_of_rules_mark_the_word_that_fails() {
     }
 }
 
+/// As in transformers, where a member is `null` in `text_config` the text model has none; one of the whole model counts only where
+/// `text_config` lacks the name.
+#[test]
+fn a_null_of_the_text_model_is_not_the_value_of_the_whole_one() {
+    for (nested, expected) in [(Some(Value::from(2)), 2), (Some(Value::Null), 5), (None, 3)] {
+        let (mut config, shapes) = gemma3(1);
+        config["pad"] = 3.into();
+        if let Some(nested) = nested {
+            config["text_config"]["pad"] = nested;
+        }
+        let repo = Repo::new(&config, &shapes, DType::F32);
+        let text = format!(
+            "name = 'x'{REST}[[leaf]]\nto = 'a'\nfrom = 'language_model.model.norm.weight'\nview = 'slice(x, 0, 0, config.pad ?? 5)'"
+        );
+        let plan = Plan::build(&open(repo.directory.path()), &with_layout(&text).unwrap()).unwrap();
+        assert_eq!(find(&plan, "a").view.shape().extents(), [expected], "{config}");
+    }
+}
+
 #[test]
 fn missing_and_unexpected_tensors_can_be_allowed() {
     let checkpoint = open(&fixture("llama3.1").join("hf"));

@@ -21,7 +21,7 @@ use super::super::{
     family::{Expectation, Family},
     holes,
     library::Beginnings,
-    member::{ConfigScope, configs},
+    member::{ConfigScope, config_member},
     name_group::{NameGroup, fold, stars},
     naming::{self, Parsed},
     parsed::{NameKind, ParsedNames},
@@ -29,10 +29,6 @@ use super::super::{
     select,
     survey::unlike,
 };
-
-fn member<'a>(checkpoint: &'a Checkpoint, path: &[String]) -> Option<&'a Json> {
-    configs(checkpoint).find_map(|root| path.iter().try_fold(root, |value, member| value.get(member.as_str())))
-}
 
 /// The value of an expression over `config.json`, and the number of the layer as `l`.
 fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Option<ExprValue> {
@@ -44,7 +40,7 @@ fn evaluate(expression: &str, checkpoint: &Checkpoint, layer: Option<u64>) -> Op
 /// Whether an expectation holds for a layer. It does not if its condition cannot be evaluated.
 fn holds(expectation: &Expectation, checkpoint: &Checkpoint, layer: Option<u64>) -> bool {
     if let (Some(list), Some(layer)) = (&expectation.unless_listed, layer) {
-        let listed = member(checkpoint, std::slice::from_ref(list)).and_then(Json::as_array);
+        let listed = config_member(checkpoint, &[list]).and_then(Json::as_array);
         if listed.is_some_and(|list| list.iter().any(|entry| entry.as_u64() == Some(layer))) {
             return false;
         }

@@ -18,9 +18,14 @@ pub(crate) fn configs(checkpoint: &Checkpoint) -> impl Iterator<Item = &Value> {
     nested.into_iter().chain(config)
 }
 
+/// The member of `config.json` at a path. `null` is a value too: what the text model has none of is not that of the whole one.
+pub(crate) fn config_member<'a>(checkpoint: &'a Checkpoint, path: &[impl AsRef<str>]) -> Option<&'a Value> {
+    configs(checkpoint).find_map(|root| path.iter().try_fold(root, |value, member| value.get(member.as_ref())))
+}
+
 /// The non-negative integer `member` of `config.json`, or of its nested configuration of the text model.
 pub(crate) fn config_number(checkpoint: &Checkpoint, member: &str) -> Option<u64> {
-    configs(checkpoint).find_map(|config| config.get(member))?.as_u64()
+    config_member(checkpoint, &[member])?.as_u64()
 }
 
 /// Names of the members of `config.json`, and of its nested configuration of the text model.
@@ -30,8 +35,7 @@ pub(crate) fn config_members(checkpoint: &Checkpoint) -> Vec<&str> {
 
 /// The member of `config.json` at a path, as a value of expressions.
 pub(crate) fn config_value(checkpoint: &Checkpoint, path: &[String]) -> Option<ExprValue> {
-    configs(checkpoint)
-        .find_map(|root| ExprValue::of_json(path.iter().try_fold(root, |value, member| value.get(member))?))
+    ExprValue::of_json(config_member(checkpoint, path)?)
 }
 
 /// `config.json` and the tensors of a checkpoint for expressions, and a few names.
