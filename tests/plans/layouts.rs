@@ -1263,7 +1263,12 @@ fn tensors_of_other_shapes_than_the_configuration_requires_are_refused() {
         assert!(used.len() > 20, "{family}");
         // These layers are of every type.
         let numbers = |name: &str| name.split('.').filter_map(|word| word.parse::<u64>().ok()).collect::<Vec<_>>();
-        used.retain(|name| numbers(name).iter().all(|number| [0, 2, 5].contains(number)));
+        // One expert of each layer: a rule takes all of them.
+        used.retain(|name| match numbers(name)[..] {
+            [] => true,
+            [layer] => [0, 2, 5].contains(&layer),
+            [layer, expert, ..] => [0, 2, 5].contains(&layer) && expert == 2,
+        });
         // Wider, with its axes the other way round, and with one axis more.
         for name in &used {
             let (dtype, shape) = &shapes[name];
