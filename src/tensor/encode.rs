@@ -14,8 +14,7 @@ use super::{
     kernel::{
         Level,
         affine::{RowCoding, RowEncoder},
-        encode::{self, Coding},
-        row,
+        encode, row,
     },
     shape::{PerAxis, to_usize},
 };
@@ -124,35 +123,82 @@ impl fmt::Display for Encoder {
     }
 }
 
-/// Rows and columns of a block of `Fp8Block`.
-const FP8_BLOCK: u64 = 128;
+/// The block of encoders with a scale for each row, or for a matrix.
+const WHOLE_ROW: (u64, u64) = (1, u64::MAX);
 
 /// Elements of a band, if a row does not have more.
 const BAND_ELEMENTS: u64 = 1 << 20;
 
+/// What an encoder stores of a matrix, and how it makes that.
+struct Storage {
+    /// Rows and columns that share a scale.
+    block: (u64, u64),
+    /// The least number of codes that fills stored elements, and the number of these.
+    packed: (u64, u64),
+    /// The type of stored elements of codes.
+    codes: DType,
+    /// The type of scales; where there are biases both are of the type of the input.
+    scales: DType,
+    scaling: encode::Scaling,
+    /// The constant of the loop that makes scales; the factor if there is none.
+    constant: Option<f32>,
+    coding: encode::Coding,
+    /// How the codes of rows are made, where they are not made by `coding`.
+    rows: Option<RowCoding>,
+}
+
 impl Encoder {
-    /// Rows and columns that share a scale, in a matrix of these columns.
-    pub const fn block(self, columns: u64) -> (u64, u64) {
+    /// What it stores, and how it makes that.
+    fn storage(self) -> Storage {
+        use DType::{BF16, F8E4M3, F32, I32, U8, U32};
+        use Encoder::{
+            Affine, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Int8Channel, MlxMxfp4, Mxfp4, Mxfp8, Nvfp4, Q8_0,
+        };
+        use ExponentRule::{Nearest, Up};
+        use MatrixFactor::{Divides, Multiplies};
+        use encode::{
+            E2M1, E2M1_TIMES, E4M3, E4M3_TIMES, INT4, INT8, exponents_nearest, exponents_up, scales_bf16,
+            scales_divided, scales_f32, scales_given, scales_multiplied, scales_powers,
+        };
+        let made = |block, packed, codes, scales, scaling: encode::Scaling, constant, coding| {
+            let rows = None;
+            Storage { block, packed, codes, scales, scaling, constant, coding, rows }
+        };
+        // The loops find only the greatest magnitudes of these.
+        let by_rows = |block, packed, codes, rows| Storage {
+            rows: Some(rows),
+            ..made(block, packed, codes, U8, scales_given, Some(0.0), E4M3)
+        };
         match self {
-            Self::Fp8Block { .. } => (FP8_BLOCK, FP8_BLOCK),
-            Self::Fp8Channel | Self::Fp8Tensor | Self::Int8Channel => (1, if columns == 0 { 1 } else { columns }),
-            Self::Mxfp8(_) | Self::Mxfp4 | Self::MlxMxfp4 | Self::Q8_0 => (1, 32),
-            Self::Nvfp4(_) => (1, 16),
-            Self::Int4 { group } | Self::Affine { group, .. } => (1, group),
+            Fp8Block { power_of_two: false } => made((128, 128), (1, 1), F8E4M3, F32, scales_f32, Some(1.0), E4M3),
+            Fp8Block { power_of_two: true } => made((128, 128), (1, 1), F8E4M3, F32, scales_powers, Some(1.0), E4M3),
+            Fp8Channel => made(WHOLE_ROW, (1, 1), F8E4M3, F32, scales_f32, Some(f32::EPSILON), E4M3),
+            Fp8Tensor => made(WHOLE_ROW, (1, 1), F8E4M3, F32, scales_given, None, E4M3),
+            Mxfp8(Nearest) => made((1, 32), (1, 1), F8E4M3, U8, exponents_nearest, Some(8.0), E4M3_TIMES),
+            Mxfp8(Up) => made((1, 32), (1, 1), F8E4M3, U8, exponents_up, Some(448.0), E4M3_TIMES),
+            Mxfp4 => made((1, 32), (2, 1), U8, U8, exponents_nearest, Some(2.0), E2M1_TIMES),
+            Nvfp4(Divides) => made((1, 16), (2, 1), U8, F8E4M3, scales_divided, None, E2M1),
+            Nvfp4(Multiplies) => made((1, 16), (2, 1), U8, F8E4M3, scales_multiplied, None, E2M1),
+            Int8Channel => made(WHOLE_ROW, (4, 1), I32, BF16, scales_bf16, Some(127.5), INT8),
+            Int4 { group } => made((1, group), (8, 1), I32, BF16, scales_bf16, Some(7.5), INT4),
+            Affine { bits, group } => {
+                let packed = if 32 % bits == 0 { (32 / u64::from(bits), 1) } else { (32, u64::from(bits)) };
+                by_rows((1, group), packed, U32, RowCoding::Affine(bits))
+            }
+            MlxMxfp4 => by_rows((1, 32), (8, 1), U32, RowCoding::E2m1),
+            Q8_0 => by_rows((1, 32), (32, 34), U8, RowCoding::Q8_0),
         }
     }
 
+    /// Rows and columns that share a scale, in a matrix of these columns.
+    pub fn block(self, columns: u64) -> (u64, u64) {
+        let block = self.storage().block;
+        if block == WHOLE_ROW { (1, columns.max(1)) } else { block }
+    }
+
     /// The least number of codes that fills stored elements, and the number of these.
-    pub const fn packed(self) -> (u64, u64) {
-        match self {
-            Self::Fp8Block { .. } | Self::Fp8Channel | Self::Fp8Tensor | Self::Mxfp8(_) => (1, 1),
-            Self::Mxfp4 | Self::Nvfp4(_) => (2, 1),
-            Self::Int8Channel | Self::Affine { bits: 8, .. } => (4, 1),
-            Self::Int4 { .. } | Self::MlxMxfp4 | Self::Affine { bits: 4, .. } => (8, 1),
-            Self::Affine { bits: 2, .. } => (16, 1),
-            Self::Affine { bits, .. } => (32, bits as u64),
-            Self::Q8_0 => (32, 34),
-        }
+    pub fn packed(self) -> (u64, u64) {
+        self.storage().packed
     }
 
     /// Whether blocks have biases.
@@ -176,37 +222,9 @@ impl Encoder {
     }
 
     /// The number that columns must be a multiple of.
-    pub const fn columns_multiple(self) -> u64 {
+    pub fn columns_multiple(self) -> u64 {
         // The last block of E4M3 may be narrower, and a row or a matrix is a block of any width.
         if matches!(self, Self::Fp8Block { .. }) { 1 } else { self.block(1).1 }
-    }
-
-    /// How the codes of rows are made, where they are not made by [`Coding`].
-    const fn runs(self) -> Option<RowCoding> {
-        if let Self::Affine { bits, .. } = self {
-            return Some(RowCoding::Affine(bits));
-        }
-        if matches!(self, Self::Q8_0) {
-            return Some(RowCoding::Q8_0);
-        }
-        if matches!(self, Self::MlxMxfp4) { Some(RowCoding::E2m1) } else { None }
-    }
-
-    const fn coding(self) -> Coding {
-        match self {
-            // Of the latter three only the greatest magnitudes are found by these loops.
-            Self::Fp8Block { .. }
-            | Self::Fp8Channel
-            | Self::Fp8Tensor
-            | Self::Affine { .. }
-            | Self::MlxMxfp4
-            | Self::Q8_0 => Coding::E4M3,
-            Self::Mxfp8(_) => Coding::E4M3Times,
-            Self::Mxfp4 => Coding::E2M1Times,
-            Self::Nvfp4(_) => Coding::E2M1,
-            Self::Int8Channel => Coding::Int8,
-            Self::Int4 { .. } => Coding::Int4,
-        }
     }
 
     /// The factor of a matrix whose greatest magnitude this is.
@@ -266,7 +284,7 @@ impl Bands {
     /// encoded.
     pub fn new(encoder: Encoder, dtype: DType, shape: &Shape) -> Option<Self> {
         let [outer @ .., rows, columns] = shape.extents() else { return None };
-        encode::loops(dtype, encoder.coding())?;
+        encode::source(dtype)?;
         let (rows, columns) = (*rows, *columns);
         let (block_rows, _) = encoder.block(columns);
         let whole = (BAND_ELEMENTS / columns.max(1)).max(1);
@@ -280,21 +298,13 @@ impl Bands {
     }
 
     /// The type of the stored elements of a part.
-    pub const fn dtype(&self, part: EncodedPart) -> DType {
-        use Encoder::{
-            Affine, Fp8Block, Fp8Channel, Fp8Tensor, Int4, Int8Channel, MlxMxfp4, Mxfp4, Mxfp8, Nvfp4, Q8_0,
-        };
-        match (part, self.encoder) {
-            (EncodedPart::Scales | EncodedPart::Biases, Affine { .. }) => self.dtype,
-            (EncodedPart::Factor | EncodedPart::Biases, _)
-            | (EncodedPart::Scales, Fp8Block { .. } | Fp8Channel | Fp8Tensor) => DType::F32,
-            (EncodedPart::Codes, Fp8Block { .. } | Fp8Channel | Fp8Tensor | Mxfp8(_))
-            | (EncodedPart::Scales, Nvfp4(_)) => DType::F8E4M3,
-            (EncodedPart::Codes, Mxfp4 | Nvfp4(_) | Q8_0)
-            | (EncodedPart::Scales, Mxfp8(_) | Mxfp4 | MlxMxfp4 | Q8_0) => DType::U8,
-            (EncodedPart::Codes, Affine { .. } | MlxMxfp4) => DType::U32,
-            (EncodedPart::Codes, Int8Channel | Int4 { .. }) => DType::I32,
-            (EncodedPart::Scales, Int8Channel | Int4 { .. }) => DType::BF16,
+    pub fn dtype(&self, part: EncodedPart) -> DType {
+        let Storage { codes, scales, .. } = self.encoder.storage();
+        match part {
+            EncodedPart::Codes => codes,
+            EncodedPart::Scales | EncodedPart::Biases if self.encoder.has_biases() => self.dtype,
+            EncodedPart::Scales => scales,
+            EncodedPart::Biases | EncodedPart::Factor => DType::F32,
         }
     }
 
@@ -425,8 +435,9 @@ impl Bands {
         let (block_rows, run) = self.encoder.block(self.columns);
         let (block_rows, run, columns) = (to_usize(block_rows), to_usize(run), to_usize(self.columns));
         let dtype = self.dtype;
-        let (maxima, coder) = encode::loops(dtype, self.encoder.coding()).expect("bands are of a type that has loops");
-        let (scaling, constant) = self.scaling(factor);
+        let (of_type, maxima) = encode::source(dtype).expect("bands are of a type that has loops");
+        let Storage { scaling, constant, coding, rows, .. } = self.encoder.storage();
+        let constant = constant.or(factor).expect("an encoder that has a factor is given it");
         let row_bytes = columns * to_usize(dtype.unit().bytes);
         let code_bytes = self.bytes_of(EncodedPart::Codes, self.columns);
         let scale_bytes = if self.encoder.has_scales() { self.bytes_of(EncodedPart::Scales, self.columns) } else { 0 };
@@ -435,7 +446,7 @@ impl Bands {
         if row_bytes == 0 {
             return Ok(());
         }
-        let mut by_rows = self.encoder.runs().map(|runs| RowEncoder::new(level, dtype, runs, (columns, run)));
+        let mut by_rows = rows.map(|coding| RowEncoder::new(level, dtype, coding, (columns, run)));
         let mut biases: &mut [u8] = &mut [];
         if self.encoder.has_biases() {
             (scales, biases) = scales.split_at_mut(scales.len() / 2);
@@ -470,28 +481,10 @@ impl Bands {
             for row in rows.chunks_exact(row_bytes) {
                 let (target, unused) = codes.split_off_mut(..code_bytes).expect(ROWS).split_at_mut(used_bytes);
                 unused.fill(0);
-                coder(level, row, run, &divisors, target);
+                coding[of_type](level, row, run, &divisors, target);
             }
         }
         Ok(())
-    }
-
-    /// The loop that makes the scales of this encoder, with its constant.
-    fn scaling(&self, factor: Option<f32>) -> (encode::Scaling, f32) {
-        match self.encoder {
-            Encoder::Fp8Block { power_of_two: false } => (encode::scales_f32, 1.0),
-            Encoder::Fp8Block { power_of_two: true } => (encode::scales_powers, 1.0),
-            Encoder::Fp8Channel => (encode::scales_f32, f32::EPSILON),
-            Encoder::Fp8Tensor => (encode::scales_given, needed(factor)),
-            Encoder::Mxfp8(ExponentRule::Nearest) => (encode::exponents_nearest, 8.0),
-            Encoder::Mxfp8(ExponentRule::Up) => (encode::exponents_up, 448.0),
-            Encoder::Mxfp4 => (encode::exponents_nearest, 2.0),
-            Encoder::Nvfp4(MatrixFactor::Divides) => (encode::scales_divided, needed(factor)),
-            Encoder::Nvfp4(MatrixFactor::Multiplies) => (encode::scales_multiplied, needed(factor)),
-            Encoder::Int8Channel => (encode::scales_bf16, 127.5),
-            Encoder::Int4 { .. } => (encode::scales_bf16, 7.5),
-            Encoder::Affine { .. } | Encoder::MlxMxfp4 | Encoder::Q8_0 => (encode::scales_given, 0.0),
-        }
     }
 
     /// The least bits of a magnitude for which there is no scale.
@@ -502,10 +495,6 @@ impl Bands {
     }
 }
 
-fn needed(factor: Option<f32>) -> f32 {
-    factor.expect("an encoder that has a factor is given it")
-}
-
 /// The greatest magnitude of elements of an input.
 ///
 /// # Errors
@@ -514,7 +503,7 @@ fn needed(factor: Option<f32>) -> f32 {
 /// # Panics
 /// If elements of this type are not encoded.
 pub fn greatest_magnitude(dtype: DType, input: &[u8]) -> Result<f32, Uncodable> {
-    let Some((maxima, _)) = encode::loops(dtype, Coding::E4M3) else { panic!("{dtype} is no type of an input") };
+    let Some((_, maxima)) = encode::source(dtype) else { panic!("{dtype} is no type of an input") };
     let mut found = [0];
     maxima(Level::detected(), input, usize::MAX, &mut found);
     if found[0] >= f32::INFINITY.to_bits() {

@@ -166,35 +166,41 @@ fn pack(single: &[u8], to: &mut [u8]) {
     }
 }
 
-/// The loops over sources of one type.
-macro_rules! of_type {
-    ($wide:ident, $e4m3:ident, $e4m3_times:ident, $e2m1:ident, $e2m1_times:ident, $int8:ident, $int4:ident) => {
-        leveled! {
-            fn $e4m3(source: &[u8], run: usize, scales: &[f32], codes: &mut [u8]) {
-                each_code(source, run, scales, codes, |bytes, scale| e4m3($wide(bytes) / scale));
+/// The loops of each coding of an element: its code by its value and the scale of its run.
+macro_rules! codings {
+    ($($(#[$doc:meta])* $name:ident $each:ident $code:expr;)*) => {$(
+        $(#[$doc])*
+        pub(crate) const $name: Coding = {
+            leveled! {
+                fn from_bf16(source: &[u8], run: usize, scales: &[f32], codes: &mut [u8]) {
+                    $each(source, run, scales, codes, |bytes, scale| $code(wide_bf16(bytes), scale));
+                }
+                fn from_f16(source: &[u8], run: usize, scales: &[f32], codes: &mut [u8]) {
+                    $each(source, run, scales, codes, |bytes, scale| $code(wide_f16(bytes), scale));
+                }
+                fn from_f32(source: &[u8], run: usize, scales: &[f32], codes: &mut [u8]) {
+                    $each(source, run, scales, codes, |bytes, scale| $code(wide_f32(bytes), scale));
+                }
             }
-            fn $e4m3_times(source: &[u8], run: usize, scales: &[f32], codes: &mut [u8]) {
-                each_code(source, run, scales, codes, |bytes, scale| e4m3($wide(bytes) * scale));
-            }
-            fn $e2m1(source: &[u8], run: usize, scales: &[f32], codes: &mut [u8]) {
-                each_nibble(source, run, scales, codes, |bytes, scale| e2m1($wide(bytes) / scale));
-            }
-            fn $e2m1_times(source: &[u8], run: usize, scales: &[f32], codes: &mut [u8]) {
-                each_nibble(source, run, scales, codes, |bytes, scale| e2m1($wide(bytes) * scale));
-            }
-            fn $int8(source: &[u8], run: usize, scales: &[f32], codes: &mut [u8]) {
-                each_code(source, run, scales, codes, |bytes, scale| integer($wide(bytes) / scale, 128.0));
-            }
-            fn $int4(source: &[u8], run: usize, scales: &[f32], codes: &mut [u8]) {
-                each_nibble(source, run, scales, codes, |bytes, scale| integer($wide(bytes) / scale, 8.0));
-            }
-        }
-    };
+            [from_bf16, from_f16, from_f32]
+        };
+    )*};
 }
 
-of_type!(wide_bf16, e4m3_bf16, e4m3_times_bf16, e2m1_bf16, e2m1_times_bf16, int8_bf16, int4_bf16);
-of_type!(wide_f16, e4m3_f16, e4m3_times_f16, e2m1_f16, e2m1_times_f16, int8_f16, int4_f16);
-of_type!(wide_f32, e4m3_f32, e4m3_times_f32, e2m1_f32, e2m1_times_f32, int8_f32, int4_f32);
+codings! {
+    /// E4M3 of the quotient by the scale.
+    E4M3 each_code |value: f32, scale: f32| e4m3(value / scale);
+    /// E4M3 of the product with the scale.
+    E4M3_TIMES each_code |value: f32, scale: f32| e4m3(value * scale);
+    /// Two E2M1 in a byte, of quotients.
+    E2M1 each_nibble |value: f32, scale: f32| e2m1(value / scale);
+    /// Two E2M1 in a byte, of products.
+    E2M1_TIMES each_nibble |value: f32, scale: f32| e2m1(value * scale);
+    /// Integers of 8 bits, of quotients.
+    INT8 each_code |value: f32, scale: f32| integer(value / scale, 128.0);
+    /// Two integers of 4 bits in a byte, of quotients.
+    INT4 each_nibble |value: f32, scale: f32| integer(value / scale, 8.0);
+}
 
 leveled! {
     fn maxima_bf16(source: &[u8], run: usize, found: &mut [u32]) {
@@ -351,22 +357,8 @@ pub(crate) type Scaling = fn(Level, &[u32], f32, &mut [u8], &mut [f32]);
 /// A loop that makes codes: source, elements of a run, scale of each run, codes.
 pub(crate) type Codes = fn(Level, &[u8], usize, &[f32], &mut [u8]);
 
-/// How the codes of an element are made, in the order of the loops in [`loops`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Coding {
-    /// E4M3 of the quotient by the scale.
-    E4M3,
-    /// E4M3 of the product with the scale.
-    E4M3Times,
-    /// Two E2M1 in a byte, of quotients.
-    E2M1,
-    /// Two E2M1 in a byte, of products.
-    E2M1Times,
-    /// Integers of 8 bits, of quotients.
-    Int8,
-    /// Two integers of 4 bits in a byte, of quotients.
-    Int4,
-}
+/// The loops that make codes of sources of each type, in the order of [`SOURCES`].
+pub(crate) type Coding = [Codes; 3];
 
 /// The integer nearest to a number of at most 2^22, with halves away from zero, as the low byte of its two's complement.
 #[inline(always)]
@@ -396,16 +388,11 @@ leveled! {
     }
 }
 
-/// The loops for sources of a type; `None` if there are none.
-pub(crate) fn loops(dtype: DType, coding: Coding) -> Option<(Maxima, Codes)> {
-    let of = |maxima: Maxima, codes: [Codes; 6]| Some((maxima, codes[coding as usize]));
-    if dtype == DType::BF16 {
-        of(maxima_bf16, [e4m3_bf16, e4m3_times_bf16, e2m1_bf16, e2m1_times_bf16, int8_bf16, int4_bf16])
-    } else if dtype == DType::F16 {
-        of(maxima_f16, [e4m3_f16, e4m3_times_f16, e2m1_f16, e2m1_times_f16, int8_f16, int4_f16])
-    } else if dtype == DType::F32 {
-        of(maxima_f32, [e4m3_f32, e4m3_times_f32, e2m1_f32, e2m1_times_f32, int8_f32, int4_f32])
-    } else {
-        None
-    }
+/// The types of sources, each with its loop for the greatest magnitudes.
+const SOURCES: [(DType, Maxima); 3] = [(DType::BF16, maxima_bf16), (DType::F16, maxima_f16), (DType::F32, maxima_f32)];
+
+/// The number of a type among those of sources, and its loop for the greatest magnitudes; `None` if it is none of them.
+pub(crate) fn source(dtype: DType) -> Option<(usize, Maxima)> {
+    let number = SOURCES.iter().position(|(of, _)| *of == dtype)?;
+    Some((number, SOURCES[number].1))
 }
