@@ -120,7 +120,8 @@ impl EqualLines {
     }
 }
 
-/// Applies a step to the values of some lines of equal length.
+/// Applies a step to the values of some lines of equal length. With `target`, for a product with another value, that is its result in
+/// BF16.
 fn apply(
     step: &mut NodeStep<'_>,
     level: Level,
@@ -128,6 +129,7 @@ fn apply(
     stride: u64,
     values: &mut [[u8; 4]],
     rounded: &mut [u8],
+    mut target: Option<&mut [u8]>,
 ) {
     match step {
         NodeStep::Constant(step) => constant_step(level, step, values, rounded),
@@ -136,7 +138,8 @@ fn apply(
             let count = values.len() / firsts.len();
             for (n, values) in firsts.iter().zip(values.chunks_exact_mut(count)) {
                 let line = ElementLine { n: *n, stride, count };
-                node.combine(level, line, *operation, is_finite, values, rounded);
+                let target = target.as_mut().and_then(|target| target.split_off_mut(..2 * count));
+                node.combine(level, line, (*operation, is_finite), values, rounded, target);
             }
         }
     }
@@ -188,16 +191,17 @@ impl<'a> ValueNode<'a> {
         Self { fields, dot, steps, changes, bound, scratch: Vec::new(), last: None }
     }
 
-    /// The values of some lines of equal length, each with elements `n`, `n + stride`, …
-    fn values(&mut self, level: Level, firsts: &[u64], stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
-        self.all_but_last(level, firsts, stride, values, rounded);
-        if let Some(step) = self.steps.last_mut() {
-            apply(step, level, firsts, stride, values, rounded);
-        }
-    }
-
-    /// As [`ValueNode::values`], without the last step.
-    fn all_but_last(&mut self, level: Level, firsts: &[u64], stride: u64, values: &mut [[u8; 4]], rounded: &mut [u8]) {
+    /// The values of some lines of equal length, each with elements `n`, `n + stride`, … With `target`, the last step is a product
+    /// with another value, and that is its result in BF16.
+    fn values(
+        &mut self,
+        level: Level,
+        firsts: &[u64],
+        stride: u64,
+        values: &mut [[u8; 4]],
+        rounded: &mut [u8],
+        target: Option<&mut [u8]>,
+    ) {
         let count = values.len() / firsts.len();
         for (n, line) in firsts.iter().zip(values.chunks_exact_mut(count)) {
             match &mut self.dot {
@@ -205,23 +209,24 @@ impl<'a> ValueNode<'a> {
                 None => self.fields.load(level, *n, stride, line),
             }
         }
-        if let Some((_, steps)) = self.steps.split_last_mut() {
+        if let Some((last, steps)) = self.steps.split_last_mut() {
             for step in steps {
-                apply(step, level, firsts, stride, values, rounded);
+                apply(step, level, firsts, stride, values, rounded, None);
             }
+            apply(last, level, firsts, stride, values, rounded, target);
         }
     }
 
     /// Applies an operation between `values`, the values of `line`, and those of this node. `is_finite` tells whether all of
-    /// `values` are finite.
+    /// `values` are finite. With `target` the operation is a product, and that is the result in BF16.
     fn combine(
         &mut self,
         level: Level,
         line: ElementLine,
-        operation: Operation,
-        is_finite: bool,
+        (operation, is_finite): (Operation, bool),
         values: &mut [[u8; 4]],
         rounded: &mut [u8],
+        mut target: Option<&mut [u8]>,
     ) {
         let mut done = 0;
         while done < values.len() {
@@ -230,40 +235,24 @@ impl<'a> ValueNode<'a> {
             let part = values[done..done + valid].as_flattened_mut();
             let operands = self.scratch[..equal.operands()].as_flattened();
             let is_finite = is_finite && operands_are_finite;
-            if even {
-                row::loops(operation, is_finite).0(level, part, operands, head, period);
-            } else {
-                row::loops(operation, is_finite).1(level, part, operands);
-            }
-            done += valid;
-        }
-    }
-
-    /// As [`ValueNode::combine`] with products that are rounded to BF16.
-    fn combine_to_bf16(
-        &mut self,
-        level: Level,
-        line: ElementLine,
-        is_finite: bool,
-        values: &mut [[u8; 4]],
-        rounded: &mut [u8],
-        target: &mut [u8],
-    ) {
-        let mut done = 0;
-        while done < values.len() {
-            let (equal, operands_are_finite) = self.operands(level, line.after(done), rounded);
-            let EqualLines { valid, head, period, even } = equal;
-            let part = values[done..done + valid].as_flattened_mut();
-            let target = &mut target[2 * done..2 * (done + valid)];
-            let operands = self.scratch[..equal.operands()].as_flattened();
-            match (is_finite && operands_are_finite, even) {
-                (true, true) => product::multiply_finite_runs_to_bf16(level, part, operands, head, period, target),
-                (true, false) => product::multiply_finite_pairs_to_bf16(level, part, operands, target),
-                (false, true) => row::loops(Operation::Multiply, false).0(level, part, operands, head, period),
-                (false, false) => row::loops(Operation::Multiply, false).1(level, part, operands),
-            }
-            if !(is_finite && operands_are_finite) {
-                row::narrow_bf16(level, part, target);
+            match (target.as_mut().and_then(|target| target.split_off_mut(..2 * valid)), even) {
+                (Some(target), true) if is_finite => {
+                    product::multiply_finite_runs_to_bf16(level, part, operands, head, period, target);
+                }
+                (Some(target), false) if is_finite => {
+                    product::multiply_finite_pairs_to_bf16(level, part, operands, target);
+                }
+                (target, even) => {
+                    let (runs, pairs) = row::loops(operation, is_finite);
+                    if even {
+                        runs(level, part, operands, head, period);
+                    } else {
+                        pairs(level, part, operands);
+                    }
+                    if let Some(target) = target {
+                        row::narrow_bf16(level, part, target);
+                    }
+                }
             }
             done += valid;
         }
@@ -298,17 +287,17 @@ impl<'a> ValueNode<'a> {
         let ElementLine { n, stride, .. } = line;
         let EqualLines { valid, head, period, even } = equal;
         if !even {
-            return self.values(level, &[n], stride, &mut scratch[..valid], rounded);
+            return self.values(level, &[n], stride, &mut scratch[..valid], rounded, None);
         }
         // A first run that is shorter than the others is computed separately.
         let apart = usize::from(head < period);
         let (first, others) = scratch[..equal.runs()].split_at_mut(apart);
         if apart == 1 {
-            self.values(level, &[n], stride, first, rounded);
+            self.values(level, &[n], stride, first, rounded, None);
         }
         if !others.is_empty() {
             let next = n + stride * (head * apart) as u64;
-            self.values(level, &[next], stride * period as u64, others, rounded);
+            self.values(level, &[next], stride * period as u64, others, rounded, None);
         }
     }
 
@@ -491,20 +480,11 @@ impl<'a> ValueDecoder<'a> {
 
     fn lines_by_values(&mut self, firsts: &[u64], stride: u64, target: &mut [u8]) {
         let values = &mut self.wide[..target.len() / self.target_bytes];
-        if !self.is_product_in_bf16 {
-            self.node.values(self.level, firsts, stride, values, &mut self.rounded);
-            (self.narrow)(self.level, values.as_flattened(), target);
-            return;
+        if self.is_product_in_bf16 {
+            return self.node.values(self.level, firsts, stride, values, &mut self.rounded, Some(target));
         }
-        self.node.all_but_last(self.level, firsts, stride, values, &mut self.rounded);
-        let Some(NodeStep::Value(_, node, is_finite)) = self.node.steps.last_mut() else { return };
-        let is_finite = *is_finite || row::are_finite(self.level, values);
-        let count = values.len() / firsts.len();
-        let lines = values.chunks_exact_mut(count).zip(target.chunks_exact_mut(2 * count));
-        for (n, (values, target)) in firsts.iter().zip(lines) {
-            let line = ElementLine { n: *n, stride, count };
-            node.combine_to_bf16(self.level, line, is_finite, values, &mut self.rounded, target);
-        }
+        self.node.values(self.level, firsts, stride, values, &mut self.rounded, None);
+        (self.narrow)(self.level, values.as_flattened(), target);
     }
 
     /// Decodes a line of adjacent codes of four bits whose scales are those of whole runs: a run has sixteen different
