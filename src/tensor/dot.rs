@@ -8,7 +8,7 @@ use super::{
     Operand, Terms, Window,
     field::{Fields, read, uniform},
     float,
-    kernel::{Level, dot::sums_of_products, row},
+    kernel::{Level, product::sums_of_products, row},
     shape::to_usize,
 };
 

@@ -3,7 +3,6 @@
 //! Rust neither contracts nor reorders floating-point arithmetic.
 
 pub(super) mod affine;
-pub(super) mod dot;
 pub(super) mod encode;
 pub(super) mod product;
 pub(super) mod row;
