@@ -42,10 +42,16 @@ struct Octet {
     nan: u8,
 }
 
-const E4M3: Octet = Octet { mantissa: 3, bias: 7, last: 0x7e, infinity: None, nan: 0x7f };
-const E5M2: Octet = Octet { mantissa: 2, bias: 15, last: 0x7b, infinity: Some(0x7c), nan: 0x7e };
-const E4M3_FNUZ: Octet = Octet { mantissa: 3, bias: 8, last: 0x7f, infinity: None, nan: 0x80 };
-const E5M2_FNUZ: Octet = Octet { mantissa: 2, bias: 16, last: 0x7f, infinity: None, nan: 0x80 };
+const OCTETS: [(DType, Octet); 4] = [
+    (DType::F8E4M3, Octet { mantissa: 3, bias: 7, last: 0x7e, infinity: None, nan: 0x7f }),
+    (DType::F8E5M2, Octet { mantissa: 2, bias: 15, last: 0x7b, infinity: Some(0x7c), nan: 0x7e }),
+    (DType::F8E4M3Fnuz, Octet { mantissa: 3, bias: 8, last: 0x7f, infinity: None, nan: 0x80 }),
+    (DType::F8E5M2Fnuz, Octet { mantissa: 2, bias: 16, last: 0x7f, infinity: None, nan: 0x80 }),
+];
+
+fn octet(dtype: DType) -> Option<Octet> {
+    OCTETS.iter().find(|(of, _)| *of == dtype).map(|(_, octet)| *octet)
+}
 
 impl Octet {
     /// The value of a code without its sign, if all codes were numbers.
@@ -106,40 +112,26 @@ pub(super) const fn narrow(value: f64) -> f32 {
 /// # Panics
 /// If the type is not a float that ckfs converts, nor the scale type `F8_E8M0`: views exclude it.
 pub fn widen(dtype: DType, bits: u64) -> u32 {
-    let octet = bits.to_le_bytes()[0];
-    let word = u16::from_le_bytes([octet, bits.to_le_bytes()[1]]);
-    match dtype {
-        DType::F64 => {
-            let value = f64::from_bits(bits);
-            let payload = u32::try_from(bits >> 29 & 0x003f_ffff).expect("22 bits");
-            let sign = if value.is_sign_negative() { SIGN } else { 0 };
-            if value.is_nan() { sign | INFINITY | QUIET | payload } else { narrow(value).to_bits() }
-        }
-        DType::F32 => u32::try_from(bits).expect("an F32 has 32 bits"),
-        DType::BF16 => u32::from(word) * 0x1_0000,
-        DType::F16 if f16::from_bits(word).is_nan() => {
-            (if word >= 0x8000 { SIGN } else { 0 }) + INFINITY + u32::from(word % 0x400) * 0x2000
-        }
-        DType::F16 => f16::from_bits(word).to_f32().to_bits(),
-        DType::F8E4M3 => E4M3.widen(octet),
-        DType::F8E5M2 => E5M2.widen(octet),
-        DType::F8E4M3Fnuz => E4M3_FNUZ.widen(octet),
-        DType::F8E5M2Fnuz => E5M2_FNUZ.widen(octet),
-        DType::F8E8M0 if octet == 0xff => INFINITY | QUIET,
-        DType::F8E8M0 => narrow(2f64.powi(i32::from(octet) - 127)).to_bits(),
-        DType::Bool
-        | DType::F4
-        | DType::F6E2M3
-        | DType::F6E3M2
-        | DType::U8
-        | DType::I8
-        | DType::I16
-        | DType::U16
-        | DType::I32
-        | DType::U32
-        | DType::C64
-        | DType::I64
-        | DType::U64 => panic!("{dtype} has no value in f32"),
+    let [code, upper, ..] = bits.to_le_bytes();
+    let word = u16::from_le_bytes([code, upper]);
+    if let Some(octet) = octet(dtype) {
+        octet.widen(code)
+    } else if dtype == DType::F64 {
+        let value = f64::from_bits(bits);
+        let payload = u32::try_from(bits >> 29 & 0x003f_ffff).expect("22 bits");
+        let sign = if value.is_sign_negative() { SIGN } else { 0 };
+        if value.is_nan() { sign | INFINITY | QUIET | payload } else { narrow(value).to_bits() }
+    } else if dtype == DType::F32 {
+        u32::try_from(bits).expect("an F32 has 32 bits")
+    } else if dtype == DType::BF16 {
+        u32::from(word) * 0x1_0000
+    } else if dtype == DType::F16 && f16::from_bits(word).is_nan() {
+        (if word >= 0x8000 { SIGN } else { 0 }) + INFINITY + u32::from(word % 0x400) * 0x2000
+    } else if dtype == DType::F16 {
+        f16::from_bits(word).to_f32().to_bits()
+    } else {
+        assert!(dtype == DType::F8E8M0, "{dtype} has no value in f32");
+        if code == 0xff { INFINITY | QUIET } else { narrow(2f64.powi(i32::from(code) - 127)).to_bits() }
     }
 }
 
@@ -150,41 +142,28 @@ pub fn widen(dtype: DType, bits: u64) -> u32 {
 pub fn round(dtype: DType, bits: u32) -> u64 {
     let value = f32::from_bits(bits);
     let negative = bits >= SIGN;
-    match dtype {
-        DType::F64 if is_nan(bits) => {
-            let payload = u64::from(bits % QUIET) * (1 << 29);
-            (if negative { 1 << 63 } else { 0 }) + 0x7ff8_0000_0000_0000 + payload
-        }
-        DType::F64 => f64::from(value).to_bits(),
-        DType::F32 => u64::from(bits),
-        DType::BF16 if is_nan(bits) => (if negative { 0x8000 } else { 0 }) + 0x7fc0,
-        DType::BF16 => u64::from(bf16::from_f32(value).to_bits()),
-        DType::F16 if is_nan(bits) => {
-            let payload = u64::from(bits % 0x0080_0000 / 0x2000).max(1);
-            (if negative { 0x8000 } else { 0 }) + 0x7c00 + payload
-        }
-        DType::F16 => u64::from(f16::from_f32(value).to_bits()),
-        DType::F8E4M3 => u64::from(E4M3.round(bits)),
-        DType::F8E5M2 => u64::from(E5M2.round(bits)),
-        DType::F8E4M3Fnuz => u64::from(E4M3_FNUZ.round(bits)),
-        DType::F8E5M2Fnuz => u64::from(E5M2_FNUZ.round(bits)),
-        DType::U8 => {
-            let byte = (0..=u8::MAX).find(|byte| f32::from(*byte).to_bits() == bits);
-            u64::from(byte.expect("bytes of packed codes are whole numbers below 256"))
-        }
-        DType::F8E8M0
-        | DType::Bool
-        | DType::F4
-        | DType::F6E2M3
-        | DType::F6E3M2
-        | DType::I8
-        | DType::I16
-        | DType::U16
-        | DType::I32
-        | DType::U32
-        | DType::C64
-        | DType::I64
-        | DType::U64 => panic!("nothing is rounded to {dtype}"),
+    if let Some(octet) = octet(dtype) {
+        u64::from(octet.round(bits))
+    } else if dtype == DType::F64 && is_nan(bits) {
+        let payload = u64::from(bits % QUIET) * (1 << 29);
+        (if negative { 1 << 63 } else { 0 }) + 0x7ff8_0000_0000_0000 + payload
+    } else if dtype == DType::F64 {
+        f64::from(value).to_bits()
+    } else if dtype == DType::F32 {
+        u64::from(bits)
+    } else if dtype == DType::BF16 && is_nan(bits) {
+        (if negative { 0x8000 } else { 0 }) + 0x7fc0
+    } else if dtype == DType::BF16 {
+        u64::from(bf16::from_f32(value).to_bits())
+    } else if dtype == DType::F16 && is_nan(bits) {
+        let payload = u64::from(bits % 0x0080_0000 / 0x2000).max(1);
+        (if negative { 0x8000 } else { 0 }) + 0x7c00 + payload
+    } else if dtype == DType::F16 {
+        u64::from(f16::from_f32(value).to_bits())
+    } else {
+        assert!(dtype == DType::U8, "nothing is rounded to {dtype}");
+        let byte = (0..=u8::MAX).find(|byte| f32::from(*byte).to_bits() == bits);
+        u64::from(byte.expect("bytes of packed codes are whole numbers below 256"))
     }
 }
 
