@@ -14,7 +14,7 @@ use std::{error::Error, num::NonZeroUsize, ops::Range, rc::Rc};
 
 use ckfs_tensor::{
     BitOrder, DType, Element, Field, Mosaic, MosaicBox, Op, Operand, Operation, Shape, SourceTensor, Step, TensorId,
-    Term, Terms, Value, View, to_usize,
+    Term, Terms, Value, View, to_usize, unravel,
 };
 use lru::LruCache;
 use smallvec::SmallVec;
@@ -68,20 +68,6 @@ pub struct Evaluator<'a> {
     scales: Option<Box<ScalesByDefinition>>,
 }
 
-/// Position of an element, one number per axis.
-type ElementIndex = SmallVec<[u64; 8]>;
-
-/// Position of element `number` of the row-major order of `shape`.
-fn unravel(mut number: u64, shape: &Shape) -> ElementIndex {
-    let mut index: ElementIndex = shape.extents().iter().copied().collect();
-    for position in index.iter_mut().rev() {
-        let extent = *position;
-        *position = number % extent;
-        number /= extent;
-    }
-    index
-}
-
 /// Number in the row-major order of `shape` of the element at `index`.
 fn ravel(index: &[u64], shape: &Shape) -> u64 {
     index.iter().zip(shape.extents()).fold(0, |number, (position, extent)| number * extent + position)
@@ -121,35 +107,24 @@ impl<'a> Evaluator<'a> {
             let Range { start, end } = span;
             return Err(ReferenceError::new(format!("bytes {start}..{end} of a view of {} bytes", bits / 8)));
         }
-        // Elements as one stream of bits, from the start of the one that holds the span's first bit.
-        let first = span.start * 8 / width;
-        let end = if span.is_empty() { first } else { (span.end * 8).div_ceil(width) };
-        // Bits of the first element that lie before the span are dropped: in one byte, or in several if the element is wide.
-        let mut early_bits = span.start * 8 - first * width;
-        let wanted = to_usize(span.end - span.start);
+        // Unit by unit, each of elements that fill whole bytes.
+        let unit = dtype.unit();
+        let first = span.start / unit.bytes;
         let mut bytes = Vec::new();
-        let (mut pending, mut pending_bits) = (0u128, 0);
-        for number in first..end {
-            let bits = self.element(view, &unravel(number, view.shape()))?;
-            pending |= u128::from(bits >> early_bits) << pending_bits;
-            pending_bits += width - early_bits;
-            early_bits = 0;
-            while pending_bits >= 8 {
-                bytes.push(pending.to_le_bytes()[0]);
-                pending >>= 8;
-                pending_bits -= 8;
+        for number in first..span.end.div_ceil(unit.bytes) {
+            let mut bits = 0_u128;
+            for element in (number * unit.elements..(number + 1) * unit.elements).rev() {
+                bits = bits << width | u128::from(self.element(view, &unravel(element, view.shape().extents()))?);
             }
+            bytes.extend_from_slice(&bits.to_le_bytes()[..to_usize(unit.bytes)]);
         }
-        if pending_bits > 0 {
-            bytes.push(pending.to_le_bytes()[0]);
-        }
-        bytes.truncate(wanted);
-        Ok(bytes)
+        let skipped = to_usize(span.start - first * unit.bytes);
+        Ok(bytes.into_iter().skip(skipped).take(to_usize(span.end - span.start)).collect())
     }
 
     /// The bits of one element, low bits first.
     fn element(&mut self, view: &View, index: &[u64]) -> Result<u64, ReferenceError> {
-        let mut inner = ElementIndex::from_slice(index);
+        let mut inner: SmallVec<[u64; 8]> = SmallVec::from_slice(index);
         match view.op() {
             Op::Source(tensor) => self.element_of(tensor, stored_bytes(tensor), ravel(index, &tensor.shape)),
             Op::Mosaic(mosaic) => self.mosaic_element(mosaic, index),
@@ -176,7 +151,7 @@ impl<'a> Evaluator<'a> {
                 }
                 self.element(of, &inner)
             }
-            Op::Reshape { of } => self.element(of, &unravel(ravel(index, view.shape()), of.shape())),
+            Op::Reshape { of } => self.element(of, &unravel(ravel(index, view.shape()), of.shape().extents())),
             Op::Stack { of, axis } => {
                 let which = inner.remove(*axis);
                 self.element(&of[usize::try_from(which).expect("an index into a vector")], &inner)
