@@ -6,7 +6,7 @@
 use std::fmt;
 
 macro_rules! dtypes {
-    ($($variant:ident $code:literal $name:literal $bits:literal $class:ident;)*) => {
+    ($($variant:ident $code:literal $name:literal $bits:literal $is_float:literal;)*) => {
         /// Type of one tensor element.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum DType {
@@ -32,47 +32,38 @@ macro_rules! dtypes {
                 match self { $(Self::$variant => $bits,)* }
             }
 
-            const fn class(self) -> Class {
-                match self { $(Self::$variant => Class::$class,)* }
+            /// Whether ckfs converts values of this type to and from other float types. It passes bare exponents and floats below a
+            /// byte through as they are.
+            pub const fn is_float(self) -> bool {
+                match self { $(Self::$variant => $is_float,)* }
             }
         }
     };
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Class {
-    Bool,
-    Integer,
-    /// A float whose values ckfs converts.
-    Float,
-    /// A float that ckfs passes through but does not convert: a bare exponent, or packed below a byte.
-    Opaque,
-    Complex,
-}
-
 dtypes! {
-    Bool "BOOL" "bool" 8 Bool;
-    F4 "F4" "float4_e2m1fn" 4 Opaque;
-    F6E2M3 "F6_E2M3" "float6_e2m3fn" 6 Opaque;
-    F6E3M2 "F6_E3M2" "float6_e3m2fn" 6 Opaque;
-    U8 "U8" "uint8" 8 Integer;
-    I8 "I8" "int8" 8 Integer;
-    F8E5M2 "F8_E5M2" "float8_e5m2" 8 Float;
-    F8E4M3 "F8_E4M3" "float8_e4m3fn" 8 Float;
-    F8E8M0 "F8_E8M0" "float8_e8m0fnu" 8 Opaque;
-    F8E4M3Fnuz "F8_E4M3FNUZ" "float8_e4m3fnuz" 8 Float;
-    F8E5M2Fnuz "F8_E5M2FNUZ" "float8_e5m2fnuz" 8 Float;
-    I16 "I16" "int16" 16 Integer;
-    U16 "U16" "uint16" 16 Integer;
-    F16 "F16" "float16" 16 Float;
-    BF16 "BF16" "bfloat16" 16 Float;
-    I32 "I32" "int32" 32 Integer;
-    U32 "U32" "uint32" 32 Integer;
-    F32 "F32" "float32" 32 Float;
-    C64 "C64" "complex64" 64 Complex;
-    F64 "F64" "float64" 64 Float;
-    I64 "I64" "int64" 64 Integer;
-    U64 "U64" "uint64" 64 Integer;
+    Bool "BOOL" "bool" 8 false;
+    F4 "F4" "float4_e2m1fn" 4 false;
+    F6E2M3 "F6_E2M3" "float6_e2m3fn" 6 false;
+    F6E3M2 "F6_E3M2" "float6_e3m2fn" 6 false;
+    U8 "U8" "uint8" 8 false;
+    I8 "I8" "int8" 8 false;
+    F8E5M2 "F8_E5M2" "float8_e5m2" 8 true;
+    F8E4M3 "F8_E4M3" "float8_e4m3fn" 8 true;
+    F8E8M0 "F8_E8M0" "float8_e8m0fnu" 8 false;
+    F8E4M3Fnuz "F8_E4M3FNUZ" "float8_e4m3fnuz" 8 true;
+    F8E5M2Fnuz "F8_E5M2FNUZ" "float8_e5m2fnuz" 8 true;
+    I16 "I16" "int16" 16 false;
+    U16 "U16" "uint16" 16 false;
+    F16 "F16" "float16" 16 true;
+    BF16 "BF16" "bfloat16" 16 true;
+    I32 "I32" "int32" 32 false;
+    U32 "U32" "uint32" 32 false;
+    F32 "F32" "float32" 32 true;
+    C64 "C64" "complex64" 64 false;
+    F64 "F64" "float64" 64 true;
+    I64 "I64" "int64" 64 false;
+    U64 "U64" "uint64" 64 false;
 }
 
 /// The smallest group of consecutive elements that fills whole bytes.
@@ -107,11 +98,6 @@ impl DType {
             return None;
         }
         (elements / unit.elements).checked_mul(unit.bytes)
-    }
-
-    /// Whether ckfs converts values of this type to and from other float types.
-    pub const fn is_float(self) -> bool {
-        matches!(self.class(), Class::Float)
     }
 
     /// The type for a user's word: a safetensors code, a numpy name or a short form such as `bf16` or `f8_e4m3`, in
