@@ -43,9 +43,8 @@ impl fmt::Display for CoverFault {
 
 /// A region as ranges: `[0..4, 2..6]`.
 pub fn region_text(origin: &[u64], extents: &[u64]) -> String {
-    let range = |(start, extent): (&u64, &u64)| format!("{start}..{}", start.saturating_add(*extent));
-    let ranges: Vec<String> = origin.iter().zip(extents).map(range).collect();
-    format!("[{}]", ranges.join(", "))
+    let range = |(start, extent): (&u64, &u64)| *start..start.saturating_add(*extent);
+    format!("{:?}", origin.iter().zip(extents).map(range).collect::<Vec<_>>())
 }
 
 /// All faults of boxes, as far as [`LISTED_MAX`] of a kind. What is in no box is one only if `complete`.

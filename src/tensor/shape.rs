@@ -103,12 +103,7 @@ impl fmt::Debug for Shape {
 
 impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("[")?;
-        for (axis, extent) in self.0.iter().enumerate() {
-            let comma = if axis == 0 { "" } else { ", " };
-            write!(f, "{comma}{extent}")?;
-        }
-        f.write_str("]")
+        write!(f, "{:?}", self.extents())
     }
 }
 
