@@ -54,21 +54,17 @@ impl View {
 }
 
 impl Tiling {
-    /// Calls `each` with the pieces of stored tensors that a piece is made from, each with its tiling: the piece itself, or those of
-    /// the bands and the reduction that what is encoded needs. None for a constant.
+    /// Calls `each` with the pieces that a piece is made from, each with its tiling: the piece itself, or those of the bands and the
+    /// reduction that what is encoded needs. Some may be constants.
     ///
     /// # Errors
     /// [`TilingError`] of matrices that are encoded.
     pub fn for_each_stored_piece(&self, piece: &Piece, each: &mut dyn FnMut(&Self, &Piece)) -> Result<(), TilingError> {
-        let (leaf, offset) = match piece.origin {
-            Origin::Fill { .. } => return Ok(()),
-            Origin::Tensor { .. } => {
-                each(self, piece);
-                return Ok(());
-            }
-            Origin::Encoded { leaf, offset, .. } => (&self.encoded()[leaf as usize], offset),
+        let Origin::Encoded { leaf, offset, .. } = piece.origin else {
+            each(self, piece);
+            return Ok(());
         };
-        let EncodedLeaf { encoding, part } = leaf;
+        let EncodedLeaf { encoding, part } = &self.encoded()[leaf as usize];
         let bands = &encoding.bands;
         let last = offset + piece.source_bounding_units() - 1;
         let numbers = bands.band_of(*part, offset).number..=bands.band_of(*part, last).number;
@@ -76,18 +72,12 @@ impl Tiling {
             let tiling = encoding.input.lower()?;
             let (low, _) = bands.input_of(*numbers.start());
             let (last, count) = bands.input_of(*numbers.end());
-            tiling.cut(low, last + count, &mut |piece| {
-                if !matches!(piece.origin, Origin::Fill { .. }) {
-                    each(&tiling, &piece);
-                }
-            });
+            tiling.cut(low, last + count, &mut |piece| each(&tiling, &piece));
         }
         if bands.encoder().has_factor() {
             for (_, view) in &encoding.together {
                 let tiling = view.lower()?;
-                tiling.pieces().iter().filter(|piece| !matches!(piece.origin, Origin::Fill { .. })).for_each(|piece| {
-                    each(&tiling, piece);
-                });
+                tiling.pieces().iter().for_each(|piece| each(&tiling, piece));
             }
         }
         Ok(())
