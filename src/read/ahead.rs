@@ -82,10 +82,10 @@ impl Engine {
 
     /// Requests the source pages that a sequential reader will need next.
     fn pages_ahead(self: &Arc<Self>, file: &Arc<PreparedFile>, start: u64, end: u64) {
-        let (least, most, parts) = if let Some(most) = self.source().remote().map(RemoteSource::ahead_bytes) {
+        let most = self.most_pages_ahead();
+        let (least, most, parts) = if self.source().remote().is_some() {
             (most / REMOTE_AHEAD_PART, most, REMOTE_PARTS)
         } else {
-            let most = self.most_pages_ahead();
             (PAGES_AHEAD_BYTES.0.min(most), most.max(self.chunks_ahead_bytes()), 2)
         };
         let noted = file.page_streams.lock().note(start, end, least..=most, parts);
@@ -101,10 +101,11 @@ impl Engine {
         chunk_bytes_max.saturating_mul(2 * self.options().workers as u64)
     }
 
-    /// Most bytes of local source pages to request ahead. While they are read the kernel cannot take them back, and they count
-    /// as memory of the daemon's control group.
+    /// Most bytes of source pages to request ahead. While local ones are read the kernel cannot take them back, and they count as
+    /// memory of the daemon's control group. A remote source needs many requests under way at a time.
     pub(super) fn most_pages_ahead(&self) -> u64 {
-        PAGES_AHEAD_BYTES.1.min(self.options().tile_cache_bytes as u64 / 4).max(PAGES_AHEAD_BYTES_MIN)
+        let local = || PAGES_AHEAD_BYTES.1.min(self.options().tile_cache_bytes as u64 / 4).max(PAGES_AHEAD_BYTES_MIN);
+        self.source().remote().map_or_else(local, RemoteSource::ahead_bytes)
     }
 
     /// Requests the source pages that `start..end` of a file is made from, in other threads, since they wait for storage: in one of

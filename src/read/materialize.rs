@@ -19,13 +19,13 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::Duration,
 };
 
 use ckfs_image::Segment;
-use ckfs_source::{RemoteSource, Replied, SourceError};
+use ckfs_source::{Replied, SourceError};
 use ckfs_sync::Reservation;
 use ckfs_tensor::{Stores, WorkSlice, to_usize};
 use memmap2::{MmapMut, MmapOptions, MmapRaw};
@@ -108,7 +108,8 @@ struct Progress {
     next: usize,
     /// Pieces that are not made.
     left: usize,
-    /// The first failure.
+    failed: bool,
+    /// The first failure, until it is told.
     error: Option<MaterializeError>,
     /// Receives the result, once all of the file was requested.
     done: Option<Done>,
@@ -125,7 +126,6 @@ pub struct Materializing {
     view: OnceLock<Option<MmapRaw>>,
     /// End of the bytes of the file for which source pages were requested.
     requested: AtomicU64,
-    failed: AtomicBool,
     progress: Mutex<Progress>,
     changed: Condvar,
 }
@@ -243,7 +243,6 @@ impl Materializing {
             pieces: OnceLock::new(),
             view: OnceLock::new(),
             requested: AtomicU64::new(0),
-            failed: AtomicBool::new(false),
             progress: Mutex::default(),
             changed: Condvar::new(),
         })
@@ -325,7 +324,7 @@ impl Materializing {
     fn have(&self, index: usize, pieces: &[FilePiece], map: &mut Option<MmapMut>) -> bool {
         let mut progress = self.progress.lock();
         loop {
-            if self.failed.load(Ordering::Relaxed) {
+            if progress.failed {
                 return false;
             }
             match progress.states[index] {
@@ -378,7 +377,7 @@ impl Materializing {
 
     fn take_next(&self) -> Option<usize> {
         let mut progress = self.progress.lock();
-        if self.failed.load(Ordering::Relaxed) {
+        if progress.failed {
             return None;
         }
         let next = progress.next;
@@ -442,10 +441,7 @@ impl Materializing {
     }
 
     fn ask_ahead(&self, start: u64) {
-        // A remote source needs many requests under way at a time.
-        let ahead =
-            self.engine.source().remote().map_or_else(|| self.engine.most_pages_ahead(), RemoteSource::ahead_bytes);
-        let end = self.file.len_bytes().min(start.saturating_add(ahead));
+        let end = self.file.len_bytes().min(start.saturating_add(self.engine.most_pages_ahead()));
         let requested = self.requested.fetch_max(end, Ordering::Relaxed);
         if requested < end {
             self.engine.request_pages_beside(&self.file, requested.max(start), end);
@@ -455,7 +451,7 @@ impl Materializing {
     /// Notes the first failure and wakes all threads that wait.
     fn fail(&self, error: MaterializeError) {
         let mut progress = self.progress.lock();
-        self.failed.store(true, Ordering::Relaxed);
+        progress.failed = true;
         // A later call that requests all of the file receives it too.
         progress.error.get_or_insert(error);
         drop(progress);
@@ -466,12 +462,11 @@ impl Materializing {
     /// Calls `done` with the result, if all pieces are made or one failed, and all of the file was requested.
     fn finish_if_made(&self) {
         let mut progress = self.progress.lock();
-        let failed = self.failed.load(Ordering::Relaxed);
-        if !failed && progress.left > 0 {
+        if !progress.failed && progress.left > 0 {
             return;
         }
         let Some(done) = progress.done.take() else { return };
-        let error = progress.error.take();
+        let (failed, error) = (progress.failed, progress.error.take());
         drop(progress);
         done(match error {
             Some(error) => Err(error),
