@@ -134,7 +134,7 @@ pub(super) fn run(
         let places: Vec<Range<usize>> = ranges.iter().map(|range| to_usize(range.start)..to_usize(range.end)).collect();
         let place = |(range, target): (&Range<u64>, LentPart)| LoadPart {
             file: Arc::clone(&job.file),
-            start: range.start,
+            span: range.clone(),
             target: Box::new(target) as Box<dyn LoadTarget>,
         };
         parts.extend(ranges.iter().zip(job.buffer.parts(&places)).map(place));

@@ -19,7 +19,7 @@ use std::{
 };
 
 use ckfs_image::Segment;
-use ckfs_source::{FileId, RemoteSource};
+use ckfs_source::FileId;
 use ckfs_sync::{Pool, PoolOptions};
 use ckfs_tensor::{Tiling, to_usize};
 use parking_lot::{Condvar, Mutex};
@@ -48,18 +48,12 @@ pub trait LoadTarget: Send {
     fn bytes(&mut self) -> &mut [u8];
 }
 
-impl LoadTarget for Vec<u8> {
-    fn bytes(&mut self) -> &mut [u8] {
-        self
-    }
-}
-
 /// A part of a file, and the memory for its bytes.
 pub struct LoadPart {
     /// The file.
     pub file: Arc<PreparedFile>,
-    /// First byte of the part.
-    pub start: u64,
+    /// Its bytes.
+    pub span: Range<u64>,
     /// Memory of the part's length.
     pub target: Box<dyn LoadTarget>,
 }
@@ -150,7 +144,7 @@ impl Engine {
     /// # Errors
     /// [`ReadError`]; the content of the memory is then unspecified.
     pub fn load_part(&self, mut part: LoadPart) -> Result<(), ReadError> {
-        self.make_span(&part.file, part.start, part.target.bytes())
+        self.make_span(&part.file, part.span.start, part.target.bytes())
     }
 }
 
@@ -202,10 +196,8 @@ impl Loading {
         while let Some(part) = self.take() {
             let engine = &self.engine;
             let made = catch_unwind(AssertUnwindSafe(|| {
-                let mut part = part;
-                let target = part.target.bytes();
-                let bytes = target.len() as u64;
-                engine.make_span(&part.file, part.start, target).map(|()| bytes)
+                let bytes = part.span.end - part.span.start;
+                engine.load_part(part).map(|()| bytes)
             }));
             let made = made.unwrap_or(Err(ReadError::Panicked));
             let mut dropped = VecDeque::new();
@@ -234,35 +226,26 @@ impl Loading {
     /// The next part, after the source pages of those that follow were requested.
     fn take(&self) -> Option<LoadPart> {
         let engine = &self.engine;
-        let most = engine.source().remote().map_or_else(|| engine.most_pages_ahead(), RemoteSource::ahead_bytes);
+        let most = engine.most_pages_ahead();
         let mut requests = Vec::new();
         let mut progress = self.progress.lock();
         let part = progress.parts.pop_front()?;
         if progress.ahead_parts > 0 {
             progress.ahead_parts -= 1;
-            progress.ahead_bytes = progress.ahead_bytes.saturating_sub(len_of(&part, progress.parts.front()));
+            progress.ahead_bytes -= part.span.end - part.span.start;
         }
         while progress.ahead_bytes < most {
-            let at = progress.ahead_parts;
-            let Some(next) = progress.parts.get(at) else { break };
-            let bytes = len_of(next, progress.parts.get(at + 1));
-            requests.push((Arc::clone(&next.file), next.start, bytes));
-            progress.ahead_bytes += bytes;
+            let Some(next) = progress.parts.get(progress.ahead_parts) else { break };
+            let (file, span) = (Arc::clone(&next.file), next.span.clone());
+            progress.ahead_bytes += span.end - span.start;
             progress.ahead_parts += 1;
+            requests.push((file, span));
         }
         drop(progress);
-        for (file, start, bytes) in requests {
-            engine.request_pages_beside(&file, start, (start + bytes).min(file.len_bytes()));
+        for (file, span) in requests {
+            engine.request_pages_beside(&file, span.start, span.end);
         }
         Some(part)
-    }
-}
-
-/// Bytes of a part, whose next part is `next`.
-fn len_of(part: &LoadPart, next: Option<&LoadPart>) -> u64 {
-    match next {
-        Some(next) if Arc::ptr_eq(&part.file, &next.file) && next.start > part.start => next.start - part.start,
-        Some(_) | None => part.file.len_bytes() - part.start,
     }
 }
 
