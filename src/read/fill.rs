@@ -6,7 +6,7 @@
 
 use ckfs_source::FileId;
 use ckfs_sync::{Helpers, processors};
-use ckfs_tensor::{Stores, TensorId, Tiling, WorkSlice, to_usize};
+use ckfs_tensor::{Origin, Stores, TensorId, Tiling, WorkSlice, to_usize};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
@@ -14,8 +14,8 @@ use super::{
     Engine, ReadError,
     counters::Path,
     fetch,
-    plan_jobs::{Job, SpanPart, plan_jobs},
-    scatter::{scatter, scatter_batch, scatter_constant},
+    plan_jobs::{Job, plan_jobs},
+    scatter::{scatter, scatter_batch},
     schedule::{Batch, BatchLimits, schedule},
 };
 
@@ -68,21 +68,17 @@ impl Engine {
     ) -> Result<u64, ReadError> {
         let (mut made, mut result) = (0, Ok(()));
         let mut unmapped: SmallVec<[Job<'_>; 2]> = SmallVec::new();
-        plan_jobs(tiling, mode.slice, first, last, &mut |part| {
+        plan_jobs(tiling, mode.slice, first, last, &mut |job| {
             if result.is_err() {
                 return;
             }
-            match part {
-                SpanPart::Constant(bytes, piece) => {
-                    made += piece.units();
-                    scatter_constant(bytes, &piece, tiling.unit_bytes(), target);
+            made += job.piece.units();
+            match job.piece.origin {
+                Origin::Fill { .. } => scatter(&job, &job.piece, &[], target, mode.stores),
+                Origin::Encoded { leaf, .. } => {
+                    result = self.fill_encoded(&tiling.encoded()[leaf as usize], &job, target, touched, mode);
                 }
-                SpanPart::Encoded(leaf, job) => {
-                    made += job.piece.units();
-                    result = self.fill_encoded(leaf, &job, target, touched, mode);
-                }
-                SpanPart::Job(job) => {
-                    made += job.piece.units();
+                Origin::Tensor { .. } => {
                     let wanted = job.wanted();
                     for wanted in &wanted {
                         touch(touched, &[self.checkpoint.tensor(wanted.tensor).file()]);

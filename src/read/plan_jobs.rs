@@ -1,12 +1,13 @@
 //! Stage 1: from a span of a view to the source bytes that it needs. Pure.
 //!
-//! A span of a tiling is cut into parts of its pieces. Each part is a constant or a [`Job`]: a strided set of target elements from
-//! one tensor, or from one quantized tensor with several operands. [`Job::wanted`] returns which bytes of which tensors it reads.
+//! A span of a tiling is cut into parts of its pieces. Each part is a [`Job`]: a strided set of target elements from one tensor, from one
+//! quantized tensor with several operands, or from an encoder, or one constant. [`Job::wanted`] returns which bytes of which tensors it
+//! reads.
 
-use ckfs_tensor::{Decode, EncodedLeaf, Need, Origin, Piece, Tiling, WorkSlice, needs};
+use ckfs_tensor::{Decode, Need, Origin, Piece, Tiling, WorkSlice, needs};
 use smallvec::SmallVec;
 
-/// A part of a view that is made from source bytes.
+/// A part of a view.
 #[derive(Clone, Debug)]
 pub(super) struct Job<'a> {
     /// Target and source places; `start` counts from the first unit of the span.
@@ -16,39 +17,22 @@ pub(super) struct Job<'a> {
     pub(super) unit_bytes: u64,
 }
 
-/// A part of a span.
-#[derive(Clone, Debug)]
-pub(super) enum SpanPart<'a> {
-    /// A constant: the bytes of one unit, padded, and where it goes.
-    Constant([u8; 8], Piece),
-    /// Made from source bytes.
-    Job(Job<'a>),
-    /// Made by an encoder.
-    Encoded(&'a EncodedLeaf, Job<'a>),
-}
-
 /// Emits the parts of units `first..last` of a tiling that are in a work slice, in no particular order.
 pub(super) fn plan_jobs<'a>(
     tiling: &'a Tiling,
     slice: WorkSlice,
     first: u64,
     last: u64,
-    emit: &mut dyn FnMut(SpanPart<'a>),
+    emit: &mut dyn FnMut(Job<'a>),
 ) {
     tiling.cut_work_slice(slice, first, last, &mut |mut piece| {
         piece.start -= first;
-        emit(match piece.origin {
-            Origin::Fill { bytes } => SpanPart::Constant(bytes, piece),
-            Origin::Tensor { decoder, .. } => SpanPart::Job(job(tiling, piece, decoder)),
-            Origin::Encoded { leaf, decoder, .. } => {
-                SpanPart::Encoded(&tiling.encoded()[leaf as usize], job(tiling, piece, decoder))
-            }
-        });
+        let decode = match piece.origin {
+            Origin::Tensor { decoder, .. } | Origin::Encoded { decoder, .. } => &tiling.decoders()[decoder as usize],
+            Origin::Fill { .. } => &Decode::Copy,
+        };
+        emit(Job { piece, decode, unit_bytes: tiling.unit_bytes() });
     });
-}
-
-fn job(tiling: &Tiling, piece: Piece, decoder: u32) -> Job<'_> {
-    Job { piece, decode: &tiling.decoders()[decoder as usize], unit_bytes: tiling.unit_bytes() }
 }
 
 impl Job<'_> {
@@ -94,8 +78,7 @@ mod tests {
         let tiling = View::stack(1, &[of(0), of(1)]).unwrap().lower().unwrap();
         // Row 1 of [4, 2, 6]: column 1 of both.
         let mut found = Vec::new();
-        plan_jobs(&tiling, WorkSlice::WHOLE, 12, 24, &mut |part| {
-            let SpanPart::Job(job) = part else { panic!("no constants here") };
+        plan_jobs(&tiling, WorkSlice::WHOLE, 12, 24, &mut |job| {
             let [wanted] = &job.wanted()[..] else { panic!("one tensor") };
             found.push((job.piece.start, wanted.tensor.0, wanted.start(), wanted.end(), wanted.bytes()));
         });
@@ -108,10 +91,10 @@ mod tests {
         let padded = source(0, &[4]).pad(0, 1, 0).unwrap();
         let tiling = padded.lower().unwrap();
         let (mut constants, mut jobs) = (0, 0);
-        plan_jobs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| match part {
-            SpanPart::Constant(bytes, piece) => constants += piece.units() * u64::from(bytes == [0; 8]),
-            SpanPart::Job(job) => jobs += job.piece.units(),
-            SpanPart::Encoded(..) => panic!("nothing is encoded here"),
+        plan_jobs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |job| match job.piece.origin {
+            Origin::Fill { bytes } => constants += job.piece.units() * u64::from(bytes == [0; 8]),
+            Origin::Tensor { .. } => jobs += job.piece.units(),
+            Origin::Encoded { .. } => panic!("nothing is encoded here"),
         });
         assert_eq!((constants, jobs), (1, 4));
     }

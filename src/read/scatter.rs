@@ -5,10 +5,11 @@ use smallvec::SmallVec;
 
 use super::{plan_jobs::Job, schedule::Batch};
 
-/// Runs a job for a piece of it, over one window for each of its operands.
+/// Runs a job for a piece of it, over one window for each of its operands. A constant has none.
 pub(super) fn scatter(job: &Job<'_>, piece: &Piece, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
-    let (Origin::Tensor { offset, .. } | Origin::Encoded { offset, .. }) = piece.origin else {
-        unreachable!("a constant is no job")
+    let offset = match piece.origin {
+        Origin::Tensor { offset, .. } | Origin::Encoded { offset, .. } => offset,
+        Origin::Fill { bytes } => return fill(&bytes[..to_usize(job.unit_bytes)], &piece.loops, piece.start, target),
     };
     let strided = Gather {
         decode: job.decode,
@@ -18,11 +19,6 @@ pub(super) fn scatter(job: &Job<'_>, piece: &Piece, windows: &[Window<'_>], targ
         target_offset: piece.start,
     };
     gather(stores, &strided, windows, target);
-}
-
-/// Writes a constant.
-pub(super) fn scatter_constant(bytes: [u8; 8], piece: &Piece, unit_bytes: u64, target: &mut [u8]) {
-    fill(&bytes[..to_usize(unit_bytes)], &piece.loops, piece.start, target);
 }
 
 /// Runs the jobs of a batch, whose bytes are in `memory`, as far as they fill `part`: units from `first` on.
@@ -54,7 +50,7 @@ mod tests {
 
     use super::{
         super::{
-            plan_jobs::{SpanPart, plan_jobs},
+            plan_jobs::plan_jobs,
             schedule::{BatchLimits, schedule},
         },
         *,
@@ -91,10 +87,7 @@ mod tests {
             let tiling = view.lower().unwrap();
             let len = to_usize(tiling.len_bytes());
             let mut jobs = Vec::new();
-            plan_jobs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |part| {
-                let SpanPart::Job(job) = part else { panic!("no constants") };
-                jobs.push(job);
-            });
+            plan_jobs(&tiling, WorkSlice::WHOLE, 0, tiling.len_units(), &mut |job| jobs.push(job));
             let mut expected = vec![0; len];
             for job in &jobs {
                 let tensor = job.wanted()[0].tensor;
