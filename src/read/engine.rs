@@ -1,18 +1,13 @@
 //! The byte-range engine.
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_image::Segment;
 use ckfs_source::{ByteSpan, FileId, ReadFailure, Replied, Served, Source};
-use ckfs_sync::Account;
+use ckfs_sync::{Account, Reservation};
 use ckfs_tensor::to_usize;
+use parking_lot::Mutex;
 
 use super::{
     ReadError,
@@ -53,8 +48,8 @@ pub struct Engine {
     pub(super) counters: Counters,
     /// Materialized files of this engine.
     pub(super) materialized: Account,
-    /// Memory of dropped files of this engine that programs still map, in bytes.
-    dropped_bytes: AtomicUsize,
+    /// Memory of dropped files of this engine that programs still map.
+    dropped: Mutex<Reservation>,
     pub(super) encoded: Encoded,
     /// Whether other engines use the same memory and threads.
     is_shared: bool,
@@ -93,7 +88,7 @@ impl EngineRooms {
             counters: Counters::default(),
             encoded: Encoded::default(),
             materialized: Account::default(),
-            dropped_bytes: AtomicUsize::new(0),
+            dropped: Mutex::new(self.cache.memory.dropped.reserve(0)),
             is_shared: true,
         }
     }
@@ -114,8 +109,8 @@ impl EngineRooms {
         let Self { cache, buffers, .. } = self;
         HeldBytes {
             tiles: cache.bytes(),
-            materialized: cache.reserved_bytes(),
-            dropped: cache.dropped_bytes(),
+            materialized: cache.memory.reserved.bytes(),
+            dropped: cache.memory.dropped.bytes(),
             spare_buffers: buffers.spare_bytes(),
             thread_buffers: buffers.taken_bytes().saturating_sub(cache.bytes()),
         }
@@ -245,8 +240,7 @@ impl Engine {
 
     /// Sets how many bytes of memory dropped files occupy. Tiles and materialized files get that much less.
     pub fn set_dropped_bytes(&self, bytes: usize) {
-        let before = self.dropped_bytes.swap(bytes, Ordering::Relaxed);
-        self.rooms.cache.change_dropped_bytes(before, bytes);
+        self.dropped.lock().resize(bytes);
     }
 
     /// Whether other engines use the same memory and threads.

@@ -15,7 +15,7 @@ use std::{
     num::NonZeroUsize,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -78,19 +78,19 @@ impl Weight for Tile {
 
 /// What counts against the limit. Clones share it.
 #[derive(Clone, Debug)]
-struct TileMemory {
+pub(super) struct TileMemory {
     bytes_max: usize,
     /// All tiles: those in the cache, those being computed, and those that readers still hold.
     held: Account,
-    /// Dropped files that programs still map. They belong to no reservation.
-    dropped: Arc<AtomicUsize>,
+    /// Dropped files that programs still map, as each engine measures its own.
+    pub(super) dropped: Account,
     /// What is reserved for other uses now.
-    reserved: Account,
+    pub(super) reserved: Account,
 }
 
 impl TileMemory {
     fn other_bytes(&self) -> usize {
-        self.reserved.bytes() + self.dropped.load(Ordering::Relaxed)
+        self.reserved.bytes() + self.dropped.bytes()
     }
 
     /// Bytes available for tiles.
@@ -170,28 +170,17 @@ impl RoomPolicy<TileKey, Tile> for TileRooms {
 /// Tiles; the least recently used is dropped first.
 pub(super) struct TileCache {
     tiles: SingleFlight<TileKey, Tile, TileRooms>,
-    memory: TileMemory,
+    pub(super) memory: TileMemory,
 }
 
 impl TileCache {
     /// A cache of at most `bytes_max` bytes.
     pub(super) fn new(bytes_max: usize) -> Self {
-        let memory =
-            TileMemory { bytes_max, held: Account::default(), dropped: Arc::default(), reserved: Account::default() };
+        let (held, dropped, reserved) = (Account::default(), Account::default(), Account::default());
+        let memory = TileMemory { bytes_max, held, dropped, reserved };
         let noted = || LruCache::new(REMEMBERED_MAX);
         let rooms = TileRooms { memory: memory.clone(), consumed: noted(), refused: noted() };
         Self { tiles: SingleFlight::new(rooms, Arc::default()), memory }
-    }
-
-    /// Changes the memory, in bytes, of dropped files that programs still map, by what one engine had and has now.
-    pub(super) fn change_dropped_bytes(&self, before: usize, now: usize) {
-        self.memory.dropped.fetch_add(now, Ordering::Relaxed);
-        self.memory.dropped.fetch_sub(before, Ordering::Relaxed);
-    }
-
-    /// Memory, in bytes, of dropped files that programs still map.
-    pub(super) fn dropped_bytes(&self) -> usize {
-        self.memory.dropped.load(Ordering::Relaxed)
     }
 
     /// Most bytes that may be reserved at once: a quarter is always left for tiles.
@@ -223,11 +212,6 @@ impl TileCache {
     /// Memory of all tiles, including those being computed.
     pub(super) fn bytes(&self) -> usize {
         self.memory.held.bytes()
-    }
-
-    /// Bytes reserved now.
-    pub(super) fn reserved_bytes(&self) -> usize {
-        self.memory.reserved.bytes()
     }
 
     /// Bytes not available for more tiles: the reserved ones, and those of tiles that were computed or requested lately and not
@@ -419,26 +403,27 @@ mod tests {
         age(&cache, 0);
         assert!(cache.reserve(41).is_none());
         let more = cache.reserve(40).unwrap();
-        assert!(!cache.has(&key(0)) && cache.has(&key(1)) && cache.reserved_bytes() == 60);
+        assert!(!cache.has(&key(0)) && cache.has(&key(1)) && cache.memory.reserved.bytes() == 60);
         cache.note_consumed(&key(1));
         assert!(cache.reserve(16).is_none(), "a quarter is for tiles");
         assert!(cache.has_room(40) && !cache.has_room(41) && cache.has_much_room(20) && !cache.has_much_room(21));
         assert!(request(&cache, &counters, 9, 41, Demand::Reader).is_none(), "no room is left for it");
         drop((few, more));
-        assert!(cache.reserved_bytes() == 0 && cache.has_room(100) && cache.reserve(75).is_some());
+        assert!(cache.memory.reserved.bytes() == 0 && cache.has_room(100) && cache.reserve(75).is_some());
     }
 
     #[test]
     fn files_that_were_dropped_and_are_mapped_still_take_room() {
         let (cache, counters) = (TileCache::new(100), Counters::default());
-        cache.change_dropped_bytes(0, 60);
+        let mut dropped = cache.memory.dropped.reserve(0);
+        dropped.resize(60);
         assert!(cache.reserve(16).is_none() && cache.reserve(15).is_some());
         assert!(
             request(&cache, &counters, 0, 41, Demand::Reader).is_none()
                 && request(&cache, &counters, 1, 40, Demand::Reader).is_some()
         );
-        cache.change_dropped_bytes(60, 0);
-        assert!(cache.reserve(60).is_some());
+        drop(dropped);
+        assert!(cache.reserve(60).is_some(), "the engine that counted them is gone");
     }
 
     #[test]
