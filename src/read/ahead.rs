@@ -52,7 +52,7 @@ impl Engine {
             let Some(grid) = prepared.grid else { continue };
             let unit = prepared.tiling.unit_bytes();
             let tile_bytes = grid.units * unit;
-            for index in grid.index(low / unit)..=grid.index((high - 1) / unit) {
+            for index in prepared.tiles(grid, low, high) {
                 if tile_bytes > budget || self.rooms.cache.has(&file.tile_key(segment, index)) {
                     continue;
                 }

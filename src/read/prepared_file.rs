@@ -1,8 +1,11 @@
 //! Virtual files prepared for reading: the image of each file, its lowered views, and how these are cut into tiles.
 
-use std::sync::{
-    Arc, OnceLock,
-    atomic::{AtomicBool, AtomicU64, Ordering},
+use std::{
+    ops::RangeInclusive,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
 };
 
 use ckfs_image::FileImage;
@@ -116,6 +119,12 @@ impl Grid {
 }
 
 impl LoweredSegment {
+    /// The tiles that hold bytes `low..high`.
+    pub(super) fn tiles(&self, grid: Grid, low: u64, high: u64) -> RangeInclusive<u64> {
+        let unit = self.tiling.unit_bytes();
+        grid.index(low / unit)..=grid.index((high - 1) / unit)
+    }
+
     /// Bytes of one row, if the view transposes its source: one element of each source row. `None` where slices of the source's lines
     /// would each read all of an operand.
     pub(super) fn sliced_row_bytes(&self) -> Option<u64> {

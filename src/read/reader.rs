@@ -57,49 +57,51 @@ impl<'a> SegmentReader<'a> {
         high: u64,
         reply: &mut dyn FnMut(Served<'_>) -> Replied,
     ) -> Result<Replied, ReadFailure<ReadError>> {
-        if let SegmentContent::View(prepared) = &self.content
-            && prepared.grid.is_none()
-            && let Some((tensor, start, end)) = self.single_run(&prepared.tiling, low, high)
-        {
-            return self.engine.serve_source(tensor.file(), start, end, Path::Contiguous, reply);
-        }
-        let mut replied = None;
-        self.copy(low, high, &mut |bytes| replied = Some(reply(Served::Memory(bytes))))?;
-        Ok(replied.ok_or(ReadError::Internal { what: "a read ended without its bytes" })?)
-    }
-
-    /// Reads a span into memory of this process.
-    pub(super) fn copy(&self, low: u64, high: u64, reply: &mut dyn FnMut(&[u8])) -> Result<(), ReadError> {
-        let serve = |bytes: &[u8], reply: &mut dyn FnMut(&[u8])| {
-            self.engine.counters.serve(Path::Generated, high - low);
-            reply(bytes);
-        };
         match &self.content {
-            SegmentContent::Bytes(bytes) => serve(&bytes[to_usize(low)..to_usize(high)], reply),
-            SegmentContent::Spaces => {
-                let mut buffer = self.engine.rooms.buffers.take(to_usize(high - low));
-                buffer.fill(b' ');
-                serve(&buffer, reply);
+            SegmentContent::Bytes(bytes) => {
+                self.engine.counters.serve(Path::Generated, high - low);
+                return Ok(reply(Served::Memory(&bytes[to_usize(low)..to_usize(high)])));
             }
-            SegmentContent::View(prepared) => {
-                return match prepared.grid {
-                    Some(grid) => self.read_tiles(prepared, grid, low, high, reply),
-                    None => self.read_alone(prepared, low, high, reply),
-                };
-            }
+            SegmentContent::View(prepared) => match prepared.grid {
+                Some(grid) if prepared.tiles(grid, low, high).count() == 1 => {
+                    return Ok(self.read_tile(prepared, grid, low, high, |bytes| reply(Served::Memory(bytes)))?);
+                }
+                Some(_) => {}
+                None => {
+                    if let Some((tensor, start, end)) = self.single_run(&prepared.tiling, low, high) {
+                        return self.engine.serve_source(tensor.file(), start, end, Path::Contiguous, reply);
+                    }
+                    return Ok(self.read_alone(prepared, low, high, |bytes| reply(Served::Memory(bytes)))?);
+                }
+            },
+            SegmentContent::Spaces => {}
         }
-        Ok(())
+        let mut buffer = self.engine.rooms.buffers.take(to_usize(high - low));
+        self.copy_into(low, high, &mut buffer, Stores::Cached)?;
+        Ok(reply(Served::Memory(&buffer)))
     }
 
     /// Reads a span into `target`, which is as long. With streamed stores it is made there without the tile cache.
     pub(super) fn copy_into(&self, low: u64, high: u64, target: &mut [u8], stores: Stores) -> Result<(), ReadError> {
+        let engine = self.engine;
         let SegmentContent::View(prepared) = &self.content else {
-            return self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes));
+            engine.counters.serve(Path::Generated, high - low);
+            if let SegmentContent::Bytes(bytes) = &self.content {
+                target.copy_from_slice(&bytes[to_usize(low)..to_usize(high)]);
+            } else {
+                target.fill(b' ');
+            }
+            return Ok(());
         };
-        if prepared.grid.is_some() && stores == Stores::Cached {
-            return self.copy(low, high, &mut |bytes| target.copy_from_slice(bytes));
+        let (tiling, unit) = (&prepared.tiling, prepared.tiling.unit_bytes());
+        if let Some(grid) = prepared.grid.filter(|_| stores == Stores::Cached) {
+            return prepared.tiles(grid, low, high).try_for_each(|index| {
+                let (start, end) = grid.span(index, tiling.len_units());
+                let (from, to) = (low.max(start * unit), high.min(end * unit));
+                let place = &mut target[to_usize(from - low)..to_usize(to - low)];
+                self.read_tile(prepared, grid, from, to, |bytes| place.copy_from_slice(bytes))
+            });
         }
-        let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
         let path = path(prepared);
         if prepared.grid.is_none()
             && let Some((tensor, start, end)) = self.single_run(tiling, low, high)
@@ -117,7 +119,7 @@ impl<'a> SegmentReader<'a> {
             engine.counters.serve(path, high - low);
             return Ok(());
         }
-        self.read_alone(prepared, low, high, &mut |bytes| target.copy_from_slice(bytes))
+        self.read_alone(prepared, low, high, |bytes| target.copy_from_slice(bytes))
     }
 
     /// Makes a work slice of a span that transposes its source. The span begins and ends between rows. The rest of the target
@@ -161,13 +163,13 @@ impl<'a> SegmentReader<'a> {
     }
 
     /// Makes a span for this request alone.
-    fn read_alone(
+    fn read_alone<R>(
         &self,
         prepared: &LoweredSegment,
         low: u64,
         high: u64,
-        reply: &mut dyn FnMut(&[u8]),
-    ) -> Result<(), ReadError> {
+        reply: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, ReadError> {
         let (engine, tiling, unit) = (self.engine, &prepared.tiling, prepared.tiling.unit_bytes());
         let (first, last) = (low / unit, high.div_ceil(unit));
         let mut buffer = engine.rooms.buffers.take(to_usize((last - first) * unit));
@@ -176,46 +178,18 @@ impl<'a> SegmentReader<'a> {
         let skip = to_usize(low - first * unit);
         let len = to_usize(high - low);
         engine.counters.serve(path, high - low);
-        reply(&buffer[skip..skip + len]);
-        Ok(())
-    }
-
-    fn read_tiles(
-        &self,
-        prepared: &LoweredSegment,
-        grid: Grid,
-        low: u64,
-        high: u64,
-        reply: &mut dyn FnMut(&[u8]),
-    ) -> Result<(), ReadError> {
-        let unit = prepared.tiling.unit_bytes();
-        let (first, last) = (grid.index(low / unit), grid.index((high - 1) / unit));
-        if first == last {
-            return self.read_tile(prepared, grid, low, high, reply);
-        }
-        let mut buffer = self.engine.rooms.buffers.take(to_usize(high - low));
-        let mut at = 0;
-        for index in first..=last {
-            let (start, end) = grid.span(index, prepared.tiling.len_units());
-            let (low, high) = (low.max(start * unit), high.min(end * unit));
-            self.read_tile(prepared, grid, low, high, &mut |bytes| {
-                buffer[at..at + bytes.len()].copy_from_slice(bytes);
-                at += bytes.len();
-            })?;
-        }
-        reply(&buffer);
-        Ok(())
+        Ok(reply(&buffer[skip..skip + len]))
     }
 
     /// Reads a span that lies in one tile.
-    fn read_tile(
+    fn read_tile<R>(
         &self,
         prepared: &LoweredSegment,
         grid: Grid,
         low: u64,
         high: u64,
-        reply: &mut dyn FnMut(&[u8]),
-    ) -> Result<(), ReadError> {
+        reply: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, ReadError> {
         let (engine, unit) = (self.engine, prepared.tiling.unit_bytes());
         let index = grid.index(low / unit);
         let (start, end) = grid.span(index, prepared.tiling.len_units());
@@ -234,13 +208,13 @@ impl<'a> SegmentReader<'a> {
         let place = |byte: u64| to_usize(byte - start * unit);
         let (from, to) = (place(low), place(high));
         engine.counters.serve(Path::Tiles, high - low);
-        reply(&tile.bytes[from..to]);
+        let replied = reply(&tile.bytes[from..to]);
         // After a tile is fully consumed the kernel has it in its page cache. Its memory is still in the processor's caches, and
         // serves better for the next tile.
         if tile.serve((to - from) as u64) {
             engine.rooms.cache.note_consumed(&key);
         }
-        Ok(())
+        Ok(replied)
     }
 }
 
