@@ -10,11 +10,11 @@ use std::sync::Arc;
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    Digit, IndexMap, Operand, Value,
+    Digit, IndexMap, Operand, TensorId, Value,
     gather::Loop,
-    part::{AxisLoop, Base, Part, assign, for_each_nest, gcd},
+    part::{AxisLoop, Part, assign, for_each_nest, gcd},
     shape::PerAxis,
-    tiling::{Loops, PIECES_MAX, TilingError, greatest_so_far},
+    tiling::{Loops, Origin, PIECES_MAX, TilingError, greatest_so_far},
 };
 
 /// Most pairs of parts whose bounds overlap. Parts that interleave may overlap without common elements.
@@ -98,10 +98,8 @@ fn joined(left: &Each, right: &Each) -> Each {
 #[derive(Clone, Debug)]
 pub(super) struct Operands {
     axes: Vec<Along>,
-    /// Number of the decoder.
-    pub(super) chain: u32,
     /// The part's tensor or constant.
-    pub(super) base: Base,
+    pub(super) base: Origin,
 }
 
 impl Operands {
@@ -127,23 +125,23 @@ impl Operands {
             axes.push(Along { start: 0, offsets: smallvec![0; offsets.len()], lines: SmallVec::new() });
         }
         axes[0].offsets.clone_from(offsets);
-        Self { axes, chain: part.chain, base: part.base }
+        Self { axes, base: part.base }
     }
 
     /// A part of one tensor, or of a constant, which is no operand.
     pub(super) fn of_part(part: &Part, rank: usize) -> Self {
         match part.base {
-            Base::Tensor { offset, .. } => {
+            Origin::Tensor { offset, .. } => {
                 Self::of_loops(part, rank, &smallvec![offset], &|l| smallvec![l.step.source_stride])
             }
-            Base::Fill(_) | Base::Encoded { .. } => Self::of_loops(part, rank, &Each::new(), &|_| Each::new()),
+            Origin::Fill { .. } | Origin::Encoded { .. } => Self::of_loops(part, rank, &Each::new(), &|_| Each::new()),
         }
     }
 
     /// A part of `value`, which is the result of such a combination. `strides` are those of the view. Its loops are cut where
     /// the number of an element crosses a border of an operand's digits.
     pub(super) fn of_value(part: &Part, value: &Value, strides: &[u64]) -> Result<Vec<Self>, TilingError> {
-        let Base::Tensor { offset, .. } = part.base else { return Ok(vec![Self::of_part(part, strides.len())]) };
+        let Origin::Tensor { offset, .. } = part.base else { return Ok(vec![Self::of_part(part, strides.len())]) };
         let mut maps: Vec<&IndexMap> = Vec::new();
         value.for_each_operand(&mut |operand| maps.push(&operand.index));
         let mut borders: Vec<u64> = maps.iter().flat_map(|map| map.borders()).chain([1]).collect();
@@ -154,18 +152,18 @@ impl Operands {
         let loops = inverted(part, strides);
         let mut numbered = Vec::new();
         for_each_nest(offset, target, &loops, &mut |start, target, nest| {
-            let empty = place(borders.len(), target, part.chain);
+            let empty = place(borders.len(), target);
             assign(start, nest, &borders, 0, empty, &mut numbered)
         })?;
         let mut found = Vec::new();
         for numbered in numbered {
-            let Base::Tensor { offset: target, .. } = numbered.base else { continue };
+            let Origin::Tensor { offset: target, .. } = numbered.base else { continue };
             let first = numbered.origin.iter().zip(&borders).map(|(digit, border)| digit * border).sum();
             let loops = inverted(&numbered, &borders);
             let mut placed = Vec::new();
-            assign(target, &loops, strides, 0, place(strides.len(), first, part.chain), &mut placed)?;
+            assign(target, &loops, strides, 0, place(strides.len(), first), &mut placed)?;
             for placed in placed {
-                let Base::Tensor { offset: first, .. } = placed.base else { continue };
+                let Origin::Tensor { offset: first, .. } = placed.base else { continue };
                 let offsets = maps.iter().map(|map| map.at(first)).collect();
                 let of_loop = |l: &AxisLoop| maps.iter().map(|map| step_of(map, l.step.source_stride)).collect();
                 let operands = Self::of_loops(&placed, strides.len(), &offsets, &of_loop);
@@ -190,7 +188,7 @@ impl Operands {
             };
             all = all.iter().flat_map(longer).collect();
         }
-        Ok(all.into_iter().map(|axes| Self { axes, ..self.clone() }).collect())
+        Ok(all.into_iter().map(|axes| Self { axes, base: self.base }).collect())
     }
 
     /// The offsets of all operands.
@@ -207,22 +205,21 @@ impl Operands {
         self.axes.iter().enumerate().flat_map(|(axis, along)| along.lines.iter().map(move |line| (axis, line)))
     }
 
-    fn part(&self, rank: usize, base: Base, strides: impl Iterator<Item = u64>) -> Part {
+    fn part(&self, rank: usize, base: Origin, strides: impl Iterator<Item = u64>) -> Part {
         let step = |(axis, line): (usize, &Line), source_stride: u64| AxisLoop {
             axis,
             step: Loop { extent: line.extent, target_stride: line.target_stride, source_stride },
         };
         let loops = self.lines().zip(strides).map(|(line, stride)| step(line, stride)).collect();
         let origin: PerAxis = self.axes.iter().take(rank).map(|along| along.start).collect();
-        Part { origin, loops, base, chain: self.chain }
+        Part { origin, loops, base }
     }
 
     /// The part of a base that is its one operand, or a constant.
-    pub(super) fn plain(&self, rank: usize, base: Base) -> Part {
-        let base = match base {
-            Base::Tensor { tensor, .. } => Base::Tensor { tensor, offset: self.offsets()[0] },
-            Base::Fill(_) | Base::Encoded { .. } => base,
-        };
+    pub(super) fn plain(&self, rank: usize, mut base: Origin) -> Part {
+        if let Origin::Tensor { offset, .. } = &mut base {
+            *offset = self.offsets()[0];
+        }
         self.part(rank, base, self.lines().map(|(_, line)| line.strides.first().copied().unwrap_or(0)))
     }
 
@@ -247,7 +244,7 @@ impl Operands {
             let index = maps.next().expect("there is a map for each operand").with_terms(operand.index.terms());
             Operand { index, ..operand.clone() }
         });
-        let base = Base::Tensor { tensor: value.load.tensor.id, offset: 0 };
+        let base = Origin::Tensor { tensor: value.load.tensor.id, offset: 0, decoder: 0 };
         (self.part(rank, base, numbers.iter().copied()), Arc::new(value))
     }
 }
@@ -268,9 +265,9 @@ fn inverted(part: &Part, strides: &[u64]) -> Loops {
     loops
 }
 
-fn place(rank: usize, offset: u64, chain: u32) -> Part {
-    let base = Base::Tensor { tensor: super::TensorId(0), offset };
-    Part { origin: smallvec![0; rank], loops: SmallVec::new(), base, chain }
+fn place(rank: usize, offset: u64) -> Part {
+    let base = Origin::Tensor { tensor: TensorId(0), offset, decoder: 0 };
+    Part { origin: smallvec![0; rank], loops: SmallVec::new(), base }
 }
 
 /// How far an index moves while the number of the element grows by `step` within one digit.

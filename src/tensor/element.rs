@@ -6,7 +6,8 @@ use super::{DType, shape::to_usize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Element {
     dtype: DType,
-    bytes: [u8; 8],
+    /// Those of a unit, padded with zeros.
+    pub(super) bytes: [u8; 8],
 }
 
 impl Element {

@@ -9,14 +9,14 @@ use std::{collections::HashMap, mem::take, sync::Arc};
 use smallvec::SmallVec;
 
 use super::{
-    DType, Decode, Element, Field, IndexMap, Load, Mosaic, MosaicBox, Operand, Operation, Program, Shape, SourceTensor,
-    Step, TensorId, Term, Value,
+    DType, Decode, Field, IndexMap, Load, Mosaic, MosaicBox, Operand, Operation, Program, Shape, SourceTensor, Step,
+    TensorId, Term, Value,
     combine::{Operands, pairs},
     convert::convert_row,
     encode::EncodedPart,
     gather::Loop,
     kernel::row,
-    part::{AxisLoop, Base, Part, gather, limit, linear, reshape, slice, transpose, whole},
+    part::{AxisLoop, Part, gather, limit, linear, reshape, slice, transpose, whole},
     shape::{PerAxis, to_usize},
     tiling::{EncodedLeaf, Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, normalize},
     view::{Op, View},
@@ -101,13 +101,17 @@ impl Lowering {
         self.chain(Program { load: Load::Element(dtype), steps: Vec::new(), target: dtype })
     }
 
-    /// Appends steps to the decoder of each part.
-    fn extend_chains(&mut self, parts: &mut [Part], dtype: DType, steps: &[Step]) {
+    /// Appends steps to the decoder of each part of elements of one type, and applies them to constants.
+    fn extend_chains(&mut self, parts: &mut [Part], from: DType, steps: &[Step], dtype: DType) {
         let mut known: Vec<(u32, u32)> = Vec::new();
         for part in parts {
-            let old = part.chain;
+            if let Origin::Fill { bytes } = &mut part.base {
+                *bytes = constant(*bytes, from, steps, dtype);
+            }
+            let Some(decoder) = part.base.decoder_mut() else { continue };
+            let old = *decoder;
             let new = known.iter().rev().take(8).find(|(from, _)| *from == old).map(|(_, to)| *to);
-            part.chain = new.unwrap_or_else(|| {
+            *decoder = new.unwrap_or_else(|| {
                 let mut chain = self.chains[old as usize].clone();
                 chain.steps.extend_from_slice(steps);
                 chain.target = dtype;
@@ -143,21 +147,21 @@ impl Lowering {
             Op::Exp { of } => self.element_wise(of, dtype, Some(Step::Exp), take(&mut cuts))?,
             Op::Source(tensor) => {
                 self.tensors.entry(tensor.id).or_insert_with(|| tensor.clone());
-                whole(&tensor.shape, Base::Tensor { tensor: tensor.id, offset: 0 }, self.plain(dtype))
+                whole(&tensor.shape, Origin::Tensor { tensor: tensor.id, offset: 0, decoder: self.plain(dtype) })
             }
             Op::Mosaic(mosaic) => self.mosaic(mosaic)?,
             Op::Quantized(value) => {
                 let load = Load::Value(Arc::clone(value));
                 let target = if dtype.is_float() { dtype } else { DType::U8 };
-                let chain = self.chain(Program { load, steps: Vec::new(), target });
-                whole(view.shape(), Base::Tensor { tensor: value.load.tensor.id, offset: 0 }, chain)
+                let decoder = self.chain(Program { load, steps: Vec::new(), target });
+                whole(view.shape(), Origin::Tensor { tensor: value.load.tensor.id, offset: 0, decoder })
             }
             Op::Encoded { of, part } => {
                 let leaf = u32::try_from(self.encoded.len()).expect("a view has fewer leaves than 2^32");
                 self.encoded.push(EncodedLeaf { encoding: Arc::clone(of), part: *part });
-                whole(view.shape(), Base::Encoded { leaf, offset: 0 }, self.plain(dtype))
+                whole(view.shape(), Origin::Encoded { leaf, offset: 0, decoder: self.plain(dtype) })
             }
-            Op::Fill(element) => whole(view.shape(), Base::Fill(*element), self.plain(dtype)),
+            Op::Fill(element) => whole(view.shape(), Origin::Fill { bytes: element.bytes }),
             Op::Gather { of, axis, runs } => gather(&self.parts(of, &[])?, *axis, runs)?,
             Op::Reshape { of } => reshape(&self.parts(of, &[])?, of.shape(), view.shape())?,
             Op::Concat { of, axis } => self.concat(of, *axis)?,
@@ -186,7 +190,7 @@ impl Lowering {
     ) -> Result<Vec<Part>, TilingError> {
         let mut parts = self.parts(of, cuts)?;
         let steps: SmallVec<[Step; 2]> = step.into_iter().chain([Step::Round(dtype)]).collect();
-        self.extend_chains(&mut parts, dtype, &steps);
+        self.extend_chains(&mut parts, of.dtype(), &steps, dtype);
         Ok(parts)
     }
 
@@ -196,7 +200,7 @@ impl Lowering {
         let [left, mut right] = [self.operands(&of[0], &strides)?, self.operands(&of[1], &strides)?];
         let mut all = Vec::new();
         for (a, b) in pairs(&left, &mut right)? {
-            let chain = self.combined(&left[a], &right[b], operation, view.dtype());
+            let chain = self.combined(&left[a], &right[b], operation, (of[0].dtype(), view.dtype()));
             for met in left[a].meet(&right[b])? {
                 all.push(self.combined_part(&met, &chain, strides.len()));
                 limit(&all)?;
@@ -208,75 +212,84 @@ impl Lowering {
     /// The parts of an operand, each with the place of its tensors.
     fn operands(&mut self, of: &View, strides: &[u64]) -> Result<Vec<Operands>, TilingError> {
         let mut all = Vec::new();
-        for part in self.parts(of, &[])? {
-            match &self.chains[part.chain as usize].load {
-                Load::Element(_) => all.push(Operands::of_part(&part, strides.len())),
-                Load::Value(value) => all.extend(Operands::of_value(&part, value, strides)?),
+        for mut part in self.parts(of, &[])? {
+            match part.base.decoder_mut().map(|decoder| &self.chains[*decoder as usize].load) {
+                Some(Load::Value(value)) => all.extend(Operands::of_value(&part, value, strides)?),
+                Some(Load::Element(_)) | None => all.push(Operands::of_part(&part, strides.len())),
             }
         }
         Ok(all)
     }
 
-    /// The base and the decoder of the elements that two parts have in common.
-    fn combined(&self, left: &Operands, right: &Operands, operation: Operation, dtype: DType) -> (Base, Program) {
-        let chain = |side: &Operands| &self.chains[side.chain as usize];
-        let constant = |side: &Operands| match side.base {
-            Base::Fill(element) => Some(constant(chain(side), &element)),
-            Base::Tensor { .. } | Base::Encoded { .. } => None,
+    /// The origin and the decoder of the elements that two parts, of type `of`, have in common.
+    fn combined(
+        &self,
+        left: &Operands,
+        right: &Operands,
+        operation: Operation,
+        (of, dtype): (DType, DType),
+    ) -> (Origin, Option<Program>) {
+        let bits_of = |side: &Operands| {
+            let Origin::Fill { bytes } = side.base else { return None };
+            let [a, b, c, d, ..] = constant(bytes, of, &[], DType::F32);
+            Some(u32::from_le_bytes([a, b, c, d]))
         };
-        let rounded = |side: &Operands, constant: u32| {
-            let mut steps = chain(side).steps.clone();
-            steps.push(Step::Compute(operation, Term::Constant(constant)));
-            steps.push(Step::Round(dtype));
-            (side.base, Program { load: chain(side).load.clone(), steps, target: dtype })
+        let rounded = |mut side: Origin, constant: u32| {
+            let program = side.decoder_mut().map(|decoder| self.chains[*decoder as usize].clone());
+            let steps = [Step::Compute(operation, Term::Constant(constant)), Step::Round(dtype)];
+            (side, program.map(|chain| Program { steps: [&chain.steps[..], &steps].concat(), target: dtype, ..chain }))
         };
-        let made = |base: Base, load: Load| (base, Program { load, steps: vec![Step::Round(dtype)], target: dtype });
         let fill = |bits: u32| {
-            let element = Element::from_bytes(DType::F32, &bits.to_le_bytes()).expect("four bytes are an F32");
-            made(Base::Fill(element), Load::Element(DType::F32))
+            let bytes = constant(u64::from(bits).to_le_bytes(), DType::F32, &[], dtype);
+            (Origin::Fill { bytes }, None)
         };
-        match (constant(left), constant(right)) {
+        match (bits_of(left), bits_of(right)) {
             (Some(a), Some(b)) => fill(row::one(operation)(a, b)),
             // The first NaN is the result, whatever the second operand is.
             (Some(a), None) if f32::from_bits(a).is_nan() => fill(row::one(operation)(a, 0)),
             // Otherwise a sum and a product of two numbers do not depend on their order.
-            (Some(a), None) => rounded(right, a),
-            (None, Some(b)) => rounded(left, b),
+            (Some(a), None) => rounded(right.base, a),
+            (None, Some(b)) => rounded(left.base, b),
             (None, None) => {
-                let value = self.value(left).then(operation, self.value(right));
-                made(left.base, Load::Value(Arc::new(value)))
+                let load = Load::Value(Arc::new(self.value(left).then(operation, self.value(right))));
+                (left.base, Some(Program { load, steps: vec![Step::Round(dtype)], target: dtype }))
             }
         }
     }
 
     /// The value of a part's elements, with indexes that are still to be set.
     fn value(&self, side: &Operands) -> Value {
-        let chain = &self.chains[side.chain as usize];
-        match (&chain.load, side.base) {
-            (Load::Value(value), _) => {
+        let Origin::Tensor { tensor, decoder, .. } = side.base else {
+            unreachable!("neither a constant nor what is encoded is an operand")
+        };
+        let chain = &self.chains[decoder as usize];
+        match &chain.load {
+            Load::Value(value) => {
                 let steps = value.steps.iter().chain(&chain.steps).cloned().collect();
                 Value { load: value.load.clone(), steps }
             }
-            (Load::Element(dtype), Base::Tensor { tensor, .. }) => {
+            Load::Element(dtype) => {
                 let tensor = self.tensors[&tensor].clone();
                 let load = Operand { tensor, field: Field::Float(*dtype), index: IndexMap::new(&[]) };
                 Value { load, steps: chain.steps.clone() }
             }
-            (Load::Element(_), Base::Fill(_) | Base::Encoded { .. }) => {
-                unreachable!("neither a constant nor what is encoded is an operand")
-            }
         }
     }
 
-    fn combined_part(&mut self, met: &Operands, (base, chain): &(Base, Program), rank: usize) -> Part {
-        let (part, load) = match &chain.load {
+    fn combined_part(&mut self, met: &Operands, (base, chain): &(Origin, Option<Program>), rank: usize) -> Part {
+        let Some(chain) = chain else { return met.plain(rank, *base) };
+        let (mut part, load) = match &chain.load {
             Load::Element(_) => (met.plain(rank, *base), chain.load.clone()),
             Load::Value(value) => {
                 let (part, value) = met.valued(rank, value);
                 (part, Load::Value(value))
             }
         };
-        Part { chain: self.chain(Program { load, ..chain.clone() }), ..part }
+        let number = self.chain(Program { load, ..chain.clone() });
+        if let Some(decoder) = part.base.decoder_mut() {
+            *decoder = number;
+        }
+        part
     }
 
     /// A part for each box, and for each region in no box.
@@ -285,7 +298,7 @@ impl Lowering {
             return Err(TilingError::TooManyPieces);
         }
         let dtype = mosaic.dtype();
-        let chain = self.plain(dtype);
+        let decoder = self.plain(dtype);
         let along = |(axis, extent, source_stride): (usize, u64, u64)| AxisLoop {
             axis,
             step: Loop { extent, target_stride: 1, source_stride },
@@ -299,17 +312,15 @@ impl Lowering {
             Part {
                 origin: PerAxis::from_slice(part.origin),
                 loops: loops.map(along).collect(),
-                base: Base::Tensor { tensor: part.tensor, offset: 0 },
-                chain,
+                base: Origin::Tensor { tensor: part.tensor, offset: 0, decoder },
             }
         };
         let mut parts: Vec<Part> = mosaic.boxes().map(&mut part).collect();
         for (origin, extents) in mosaic.gaps() {
             let shape = Shape::try_new(&extents).expect("a part of a tensor is smaller than the tensor");
             let fill = mosaic.fill().expect("only a tensor with a fill value has elements in no box");
-            parts.extend(
-                whole(&shape, Base::Fill(fill), chain).into_iter().map(|part| Part { origin: origin.clone(), ..part }),
-            );
+            let gap = whole(&shape, Origin::Fill { bytes: fill.bytes });
+            parts.extend(gap.into_iter().map(|part| Part { origin: origin.clone(), ..part }));
             limit(&parts)?;
         }
         Ok(parts)
@@ -349,20 +360,18 @@ impl Lowering {
 
     fn pad(&mut self, view: &View, of: &View, axis: usize, before: u64, after: u64) -> Result<Vec<Part>, TilingError> {
         let mut all: Vec<Part> = self.parts(of, &[])?.into_iter().map(|part| part.shifted(axis, before)).collect();
-        let zero = Element::zero(view.dtype());
-        let chain = self.plain(view.dtype());
         let inner = of.shape().extents()[axis];
         for (at, extent) in [(0, before), (before + inner, after)] {
             let mut extents = PerAxis::from_slice(view.shape().extents());
             extents[axis] = extent;
             let Ok(shape) = Shape::try_new(&extents) else { continue };
-            all.extend(whole(&shape, Base::Fill(zero), chain).into_iter().map(|part| part.shifted(axis, at)));
+            all.extend(whole(&shape, Origin::Fill { bytes: [0; 8] }).into_iter().map(|part| part.shifted(axis, at)));
         }
         Ok(all)
     }
 
     /// Flattens parts to pieces, in units.
-    fn finish(self, shape: &Shape, dtype: DType, parts: Vec<Part>) -> Result<Tiling, TilingError> {
+    fn finish(self, shape: &Shape, dtype: DType, mut parts: Vec<Part>) -> Result<Tiling, TilingError> {
         let unit = dtype.unit();
         let split = || TilingError::SplitsUnit { dtype, elements: unit.elements, bytes: unit.bytes };
         if !shape.elements().is_multiple_of(unit.elements) {
@@ -371,12 +380,13 @@ impl Lowering {
         // Chains that are only prefixes of others are left out.
         let mut numbers = vec![u32::MAX; self.chains.len()];
         let mut decoders: Vec<Decode> = Vec::new();
-        for part in &parts {
-            let number = &mut numbers[part.chain as usize];
+        for decoder in parts.iter_mut().filter_map(|part| part.base.decoder_mut()) {
+            let number = &mut numbers[*decoder as usize];
             if *number == u32::MAX {
                 *number = u32::try_from(decoders.len()).expect("a tiling has fewer pieces, and so decoders, than 2^32");
-                decoders.push(decode(&self.chains[part.chain as usize]));
+                decoders.push(decode(&self.chains[*decoder as usize]));
             }
+            *decoder = *number;
         }
         // Packed integers are made byte by byte, and so are those beside them.
         let is_packed = |chain: &Program| matches!(chain.load, Load::Value(_)) && !chain.target.is_float();
@@ -385,35 +395,28 @@ impl Lowering {
         let mut pieces = Vec::with_capacity(parts.len());
         for part in parts {
             let (mut start, mut loops) = linear(&part, &strides);
-            let mut base = part.base;
-            if unit.elements > 1 {
-                base = to_units(unit.elements, &mut start, &mut loops, base).ok_or_else(split)?;
+            let mut origin = part.base;
+            if unit.elements > 1 && !to_units(unit.elements, &mut start, &mut loops, &mut origin) {
+                return Err(split());
             }
-            let decoder = numbers[part.chain as usize];
             if width > 1 {
                 start *= width;
                 loops.iter_mut().for_each(|l| {
                     (l.target_stride, l.source_stride) = (l.target_stride * width, l.source_stride * width);
                 });
-                if let Base::Fill(element) = base {
-                    let bytes = fill_bytes(&decoders[decoder as usize], &element);
+                if let Origin::Fill { bytes } = origin {
                     pieces.extend((start..start + width).zip(bytes).map(|(start, byte)| {
                         let origin = Origin::Fill { bytes: [byte, 0, 0, 0, 0, 0, 0, 0] };
                         Piece { start, loops: loops.clone(), origin }
                     }));
                     continue;
                 }
-                if let Base::Tensor { offset, .. } = &mut base {
+                if let Origin::Tensor { offset, .. } = &mut origin {
                     *offset *= width;
                 }
                 loops.push(Loop { extent: width, target_stride: 1, source_stride: 1 });
                 normalize(&mut loops);
             }
-            let origin = match base {
-                Base::Tensor { tensor, offset } => Origin::Tensor { tensor, offset, decoder },
-                Base::Encoded { leaf, offset } => Origin::Encoded { leaf, offset, decoder },
-                Base::Fill(element) => Origin::Fill { bytes: fill_bytes(&decoders[decoder as usize], &element) },
-            };
             pieces.push(Piece { start, loops, origin });
         }
         let units = shape.elements() / unit.elements * width;
@@ -421,11 +424,12 @@ impl Lowering {
     }
 }
 
-/// F32 bits of a constant after the steps of its decoder.
-fn constant(chain: &Program, element: &Element) -> u32 {
-    let mut bits = [0; 4];
-    convert_row(&Program { target: DType::F32, ..chain.clone() }, element.unit_bytes(), &mut bits);
-    u32::from_le_bytes(bits)
+/// An element of one type after some steps, as one of another type.
+fn constant(bytes: [u8; 8], from: DType, steps: &[Step], target: DType) -> [u8; 8] {
+    let (mut made, width) = ([0; 8], |dtype: DType| to_usize(dtype.unit().bytes));
+    let program = Program { load: Load::Element(from), steps: steps.to_vec(), target };
+    convert_row(&program, &bytes[..width(from)], &mut made[..width(target)]);
+    made
 }
 
 /// The decoder of a finished chain. The encoding itself is the last rounding.
@@ -439,38 +443,22 @@ fn decode(chain: &Program) -> Decode {
     Decode::Program(program)
 }
 
-fn fill_bytes(decode: &Decode, element: &Element) -> [u8; 8] {
-    let mut bytes = [0; 8];
-    match decode {
-        Decode::Copy => bytes[..element.unit_bytes().len()].copy_from_slice(element.unit_bytes()),
-        Decode::Program(program) => {
-            let width = to_usize(program.target.unit().bytes);
-            convert_row(program, element.unit_bytes(), &mut bytes[..width]);
-        }
-    }
-    bytes
-}
-
-/// Divides everything by the elements of a unit, or `None` if something does not divide.
-fn to_units(elements: u64, start: &mut u64, loops: &mut Loops, base: Base) -> Option<Base> {
+/// Divides everything by the elements of a unit. Returns whether everything divides.
+fn to_units(elements: u64, start: &mut u64, loops: &mut Loops, origin: &mut Origin) -> bool {
     let divide = |n: &mut u64| {
         let whole = n.is_multiple_of(elements);
         *n /= elements;
         whole
     };
-    let (inner, outer) = loops.split_last_mut()?;
+    let Some((inner, outer)) = loops.split_last_mut() else { return false };
     let mut whole = inner.target_stride == 1 && inner.source_stride == 1 && divide(&mut inner.extent) && divide(start);
     for l in outer {
         whole &= divide(&mut l.target_stride) && divide(&mut l.source_stride);
     }
-    let base = match base {
-        Base::Tensor { tensor, mut offset } => {
-            whole &= divide(&mut offset);
-            Base::Tensor { tensor, offset }
-        }
-        // What encoders make has elements of whole bytes.
-        Base::Encoded { .. } | Base::Fill(_) => base,
-    };
+    // What encoders make has elements of whole bytes.
+    if let Origin::Tensor { offset, .. } = origin {
+        whole &= divide(offset);
+    }
     normalize(loops);
-    whole.then_some(base)
+    whole
 }

@@ -7,11 +7,11 @@
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    DType, Element, Shape, TensorId,
+    Shape,
     gather::Loop,
     shape::PerAxis,
     strided_indices::StridedIndices,
-    tiling::{Loops, PIECES_MAX, TilingError, cut, last_offset, normalize},
+    tiling::{Loops, Origin, PIECES_MAX, TilingError, cut, last_offset, normalize},
 };
 
 /// A loop on one axis; its target stride is in elements of that axis.
@@ -21,39 +21,13 @@ pub(super) struct AxisLoop {
     pub(super) step: Loop,
 }
 
-/// The origin of a part's elements.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Base {
-    Tensor {
-        tensor: TensorId,
-        offset: u64,
-    },
-    /// Elements of what an encoder makes, by its number among those of the tiling.
-    Encoded {
-        leaf: u32,
-        offset: u64,
-    },
-    Fill(Element),
-}
-
-impl Base {
-    pub(super) fn moved(self, by: u64) -> Self {
-        match self {
-            Self::Tensor { tensor, offset } => Self::Tensor { tensor, offset: offset + by },
-            Self::Encoded { leaf, offset } => Self::Encoded { leaf, offset: offset + by },
-            Self::Fill(element) => Self::Fill(element),
-        }
-    }
-}
-
 /// A set of elements of a view, and where they come from.
 #[derive(Clone, Debug)]
 pub(super) struct Part {
     pub(super) origin: PerAxis,
     pub(super) loops: SmallVec<[AxisLoop; 4]>,
-    pub(super) base: Base,
-    /// Number of its decoder.
-    pub(super) chain: u32,
+    /// Source units are elements. The decoder is one of the chains of the lowering, and a constant is an element of the view.
+    pub(super) base: Origin,
 }
 
 impl Part {
@@ -70,7 +44,7 @@ pub(super) fn limit(parts: &[Part]) -> Result<(), TilingError> {
 }
 
 /// The part that covers the whole of `shape` from one base.
-pub(super) fn whole(shape: &Shape, base: Base, chain: u32) -> Vec<Part> {
+pub(super) fn whole(shape: &Shape, base: Origin) -> Vec<Part> {
     if shape.is_empty() {
         return Vec::new();
     }
@@ -80,7 +54,7 @@ pub(super) fn whole(shape: &Shape, base: Base, chain: u32) -> Vec<Part> {
         axis,
         step: Loop { extent: *extent, target_stride: 1, source_stride: strides[axis] },
     });
-    vec![Part { origin: smallvec![0; shape.rank()], loops: loops.collect(), base, chain }]
+    vec![Part { origin: smallvec![0; shape.rank()], loops: loops.collect(), base }]
 }
 
 /// Start and loops of a part in the row-major order of a shape with these strides.
@@ -88,7 +62,7 @@ pub(super) fn linear(part: &Part, strides: &[u64]) -> (u64, Loops) {
     let start = part.origin.iter().zip(strides).map(|(origin, stride)| origin * stride).sum();
     let mut loops: Loops =
         part.loops.iter().map(|l| Loop { target_stride: l.step.target_stride * strides[l.axis], ..l.step }).collect();
-    if matches!(part.base, Base::Fill(_)) {
+    if matches!(part.base, Origin::Fill { .. }) {
         // A constant has no order: let its loops merge on the target side alone.
         loops.iter_mut().for_each(|l| l.source_stride = l.target_stride);
     }
@@ -119,7 +93,6 @@ pub(super) fn slice(parts: &[Part], axis: usize, start: u64, stop: u64, step: u6
                 origin: part.origin.clone(),
                 loops: others.clone().copied().collect(),
                 base: part.base.moved(moved),
-                chain: part.chain,
             };
             cut_part.origin[axis] = at;
             cut_part.loops.extend(loops.iter().map(|l| AxisLoop { axis, step: *l }));
@@ -180,7 +153,7 @@ fn reverse(part: &Part, axis: usize, last: u64, done: &mut Vec<Part>) -> Result<
         let mut origin = part.origin.clone();
         origin[axis] = last - at;
         let loops = others.iter().copied().collect();
-        done.push(Part { origin, loops, base: part.base.moved(moved), chain: part.chain });
+        done.push(Part { origin, loops, base: part.base.moved(moved) });
     }
     limit(done)
 }
@@ -217,8 +190,7 @@ pub(super) fn reshape(parts: &[Part], from: &Shape, to: &Shape) -> Result<Vec<Pa
     let mut reshaped = Vec::new();
     for part in parts {
         let (start, loops) = linear(part, &from_strides);
-        let empty =
-            Part { origin: smallvec![0; to.rank()], loops: SmallVec::new(), base: part.base, chain: part.chain };
+        let empty = Part { origin: smallvec![0; to.rank()], loops: SmallVec::new(), base: part.base };
         assign(start, &loops, &to_strides, 0, empty, &mut reshaped)?;
     }
     Ok(reshaped)
@@ -244,9 +216,8 @@ pub(super) type EachPart<'a> = &'a mut dyn FnMut(u64, &[(usize, Loop)]);
 /// strides of its axes, by falling stride; the last is 1. Emits the first element and the loops with their axes. Returns
 /// whether the number of parts stays within the limit of a tiling.
 pub(super) fn split_at_borders(start: u64, loops: &[Loop], borders: &[u64], emit: EachPart<'_>) -> bool {
-    let element = Element::zero(DType::U8);
-    let origin = smallvec![0; borders.len()];
-    let whole = Part { origin, loops: SmallVec::new(), base: Base::Fill(element), chain: 0 };
+    let base = Origin::Fill { bytes: [0; 8] };
+    let whole = Part { origin: smallvec![0; borders.len()], loops: SmallVec::new(), base };
     let mut parts = Vec::new();
     let fits = assign(start, loops, borders, 0, whole, &mut parts).is_ok();
     for part in parts {

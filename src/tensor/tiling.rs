@@ -86,6 +86,14 @@ impl Origin {
             Self::Fill { bytes } => Self::Fill { bytes },
         }
     }
+
+    /// The number of its decoder; a constant has none.
+    pub(super) fn decoder_mut(&mut self) -> Option<&mut u32> {
+        match self {
+            Self::Tensor { decoder, .. } | Self::Encoded { decoder, .. } => Some(decoder),
+            Self::Fill { .. } => None,
+        }
+    }
 }
 
 /// A part of what an encoder makes, as a tiling refers to it.
