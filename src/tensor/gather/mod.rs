@@ -27,9 +27,8 @@ use self::{
     convert::{Convert, decode},
 };
 use super::{
-    Decode, Load, Program, Window,
+    Decode, Load, Window,
     block_decode::ValueDecoder,
-    convert::element_bytes,
     kernel::{Level, row::copy_elements},
     transpose::{fence, stream_run},
 };
@@ -55,26 +54,23 @@ pub fn gather(stores: Stores, job: &Gather<'_>, windows: &[Window<'_>], target: 
 
 fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mut [u8], stores: Stores) {
     let target_bytes = bytes(job.target_bytes, 1);
-    if let Decode::Program(program) = job.decode
-        && let Load::Value(value) = &program.load
-    {
+    if let Decode::Program(program) = job.decode {
         assert_eq!(program.target.element_bytes(), Some(job.target_bytes), "element width of {program:?}");
-        // Logical elements take the place of source bytes.
-        let axes = canonical(job.loops, 1, target_bytes);
-        let place = Position { source: bytes(job.source_offset, 1), target: bytes(job.target_offset, target_bytes) };
-        check_bounds("target", place.target, &axes, |axis| axis.target, target_bytes, target.len());
-        let mut values = ValueDecoder::new(program, value, level, windows);
-        return decode(&mut values, level, &axes, place, target, stores);
+        if let Load::Value(value) = &program.load {
+            // Logical elements take the place of source bytes.
+            let axes = canonical(job.loops, 1, target_bytes);
+            let place =
+                Position { source: bytes(job.source_offset, 1), target: bytes(job.target_offset, target_bytes) };
+            check_bounds("target", place.target, &axes, |axis| axis.target, target_bytes, target.len());
+            let mut values = ValueDecoder::new(program, value, level, windows);
+            return decode(&mut values, level, &axes, place, target, stores);
+        }
     }
     let [Window { bytes: source, start }] = *windows else { panic!("{} windows of one tensor", windows.len()) };
-    let source_bytes = match job.decode {
-        Decode::Copy => target_bytes,
-        Decode::Program(Program { load: Load::Element(dtype), target, .. }) => {
-            assert_eq!(target.element_bytes(), Some(job.target_bytes), "element width of {:?}", job.decode);
-            element_bytes(*dtype)
-        }
-        Decode::Program(Program { load: Load::Value(value), .. }) => panic!("{value:?} was done above"),
+    let Some(source_bytes) = job.decode.source_bytes(job.target_bytes) else {
+        panic!("{:?} reads parts of bytes", job.decode);
     };
+    let source_bytes = bytes(source_bytes, 1);
     let Some(skip) = bytes(job.source_offset, source_bytes).checked_sub(bytes(start, 1)) else {
         panic!("source element {} of {source_bytes} bytes lies before the window at byte {start}", job.source_offset);
     };
@@ -84,11 +80,6 @@ fn gather_at(level: Level, job: &Gather<'_>, windows: &[Window<'_>], target: &mu
     check_bounds("target", place.target, &axes, |axis| axis.target, target_bytes, target.len());
     match job.decode {
         Decode::Copy => copy(level, axes, source_bytes, place, source, target, stores),
-        Decode::Program(Program { load: Load::Element(dtype), target: to, steps })
-            if dtype == to && steps.is_empty() =>
-        {
-            copy(level, axes, source_bytes, place, source, target, stores);
-        }
         Decode::Program(program) => Convert::new(program, level).run(&axes, place, source, target, stores),
     }
 }
