@@ -13,11 +13,10 @@ use super::{
     convert::{constant_step, element_bytes},
     decode::{over, over_up, within},
     dot::Dot,
-    field::{BOUND_MAX, FieldReader, Fields},
+    field::{BOUND_MAX, FieldReader, Fields, next},
     kernel::{Level, product, row, unpack},
     shape::to_usize,
     transpose::prefetch,
-    value::next,
 };
 
 /// Elements of one block: its f32 values take 4 KiB.

@@ -1,15 +1,14 @@
-//! Reads the stored elements of an operand, many at a time.
+//! The bytes of operands, and the stored elements in them, read many at a time.
 //!
 //! A line of logical elements is cut where the operand's index stops advancing evenly. One loop reads each part:
 //! adjacent codes, a column of words, or the same element again and again.
 
 use super::{
-    BitOrder, Bits, DType, Digit, Field, Step, Term, Window,
+    BitOrder, Bits, DType, Digit, Field, Step, Term,
     convert::{apply_constants, element_bytes},
     decode::{over, over_up, within},
     kernel::{Level, row, unpack},
     shape::to_usize,
-    value::{code, integer},
 };
 
 /// Width of codes that are looked up in a table. The table includes the steps that depend on the code alone.
@@ -20,6 +19,59 @@ const WORD_CODES: usize = 8;
 const COLLECTED: usize = 64;
 /// Greatest magnitude up to which bounds of sums and products of codes are tracked.
 pub(super) const BOUND_MAX: f32 = 1e30;
+
+/// Bytes of an operand's tensor.
+#[derive(Clone, Copy, Debug)]
+pub struct Window<'a> {
+    /// The bytes.
+    pub bytes: &'a [u8],
+    /// Number of the first, counted from the tensor's first.
+    pub start: u64,
+}
+
+impl<'a> Window<'a> {
+    /// All bytes of a tensor.
+    pub const fn whole(bytes: &'a [u8]) -> Self {
+        Self { bytes, start: 0 }
+    }
+
+    /// The bytes from byte `at` of the tensor on.
+    ///
+    /// # Panics
+    /// If the window ends before that byte. The needed bytes of a piece are determined before any read, which excludes this.
+    pub(super) fn from(&self, at: u64) -> &'a [u8] {
+        let found = at.checked_sub(self.start).and_then(|at| self.bytes.get(usize::try_from(at).ok()?..));
+        let Some(found) = found else {
+            panic!("byte {at} lies outside the window of {} bytes at {}", self.bytes.len(), self.start);
+        };
+        found
+    }
+}
+
+pub(super) fn next<'a>(windows: &mut impl Iterator<Item = &'a Window<'a>>) -> Window<'a> {
+    let Some(window) = windows.next() else { panic!("fewer windows than operands") };
+    *window
+}
+
+/// The field at bit `at`, as an unsigned number.
+fn code(bits: Bits, window: Window<'_>, at: u64) -> u32 {
+    let bytes = window.from(at / 8);
+    let (first, mask) = ((at % 8).to_le_bytes()[0], (1 << bits.width) - 1);
+    if bits.order == BitOrder::HighFirst {
+        return (u32::from(bytes[0]) >> (8 - bits.width - u32::from(first))) & mask;
+    }
+    let last = (u32::from(first) + bits.width - 1) / 8;
+    let word = (0..=last as usize).fold(0, |word, at| word | u32::from(bytes[at]) << (8 * at));
+    (word >> first) & mask
+}
+
+/// F32 bits of an integer code.
+#[allow(clippy::cast_precision_loss, reason = "at most 16 bits")]
+fn integer(bits: Bits, code: u32) -> u32 {
+    let sign = 32 - bits.width;
+    let value = if bits.signed { ((code << sign).cast_signed() >> sign) as f32 } else { code as f32 };
+    value.to_bits()
+}
 
 /// How a stored element is read.
 #[derive(Clone, Debug)]

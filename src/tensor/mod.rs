@@ -37,7 +37,6 @@ pub mod span;
 pub mod strided_indices;
 pub mod tiling;
 mod transpose;
-pub mod value;
 pub mod view;
 mod view_text;
 
@@ -50,6 +49,7 @@ pub use decode::{
 pub use dtype::{DType, Unit};
 pub use element::Element;
 pub use encode::{Band, Bands, EncodedPart, Encoder, ExponentRule, MatrixFactor, Uncodable, greatest_magnitude};
+pub use field::Window;
 pub use gather::{Gather, Loop, Stores, fill, gather};
 pub use mosaic::{Mosaic, MosaicBox, Mosaics, NewBox};
 pub use pages::{ByteRuns, Reads, reads};
@@ -57,5 +57,4 @@ pub use shape::{PerAxis, RANK_MAX, Region, Shape, ViewError, to_usize, unravel};
 pub use span::{Need, needs};
 pub use strided_indices::StridedIndices;
 pub use tiling::{EncodedLeaf, Origin, PIECES_MAX, Piece, Tiling, TilingError, WorkSlice};
-pub use value::Window;
 pub use view::{EncodedMatrices, Keep, Op, View};
