@@ -11,10 +11,10 @@ use smallvec::{SmallVec, smallvec};
 
 use super::{
     Digit, IndexMap, Operand, TensorId, Value,
-    gather::Loop,
+    gather::{Loop, Loops},
     part::{AxisLoop, Part, assign, for_each_nest, gcd},
     shape::PerAxis,
-    tiling::{Loops, Origin, PIECES_MAX, TilingError, greatest_so_far},
+    tiling::{Origin, PIECES_MAX, TilingError, greatest_so_far},
 };
 
 /// Most pairs of parts whose bounds overlap. Parts that interleave may overlap without common elements.

@@ -1,5 +1,5 @@
 //! Conversion of rows of stored floats: widen to f32, apply the steps of a [`Program`], round to the target. Programs here
-//! begin with an element and have constant operands only; those of quantized tensors are in `value.rs`.
+//! begin with an element and have constant operands only; those of quantized tensors are in `block_decode.rs`.
 //!
 //! `float.rs` defines the result for each value. Rows are cut into blocks that stay in the first-level cache while the
 //! steps pass over them one after another.

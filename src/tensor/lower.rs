@@ -14,11 +14,11 @@ use super::{
     combine::{Operands, pairs},
     convert::convert_row,
     encode::EncodedPart,
-    gather::Loop,
+    gather::{Loop, Loops, normalize},
     kernel::row,
     part::{AxisLoop, Part, gather, limit, linear, reshape, slice, transpose, whole},
     shape::{PerAxis, to_usize},
-    tiling::{EncodedLeaf, Loops, Origin, PIECES_MAX, Piece, Tiling, TilingError, normalize},
+    tiling::{EncodedLeaf, Origin, PIECES_MAX, Piece, Tiling, TilingError},
     view::{Op, View},
 };
 

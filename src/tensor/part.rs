@@ -8,10 +8,10 @@ use smallvec::{SmallVec, smallvec};
 
 use super::{
     Shape,
-    gather::Loop,
+    gather::{Loop, Loops, normalize},
     shape::PerAxis,
     strided_indices::StridedIndices,
-    tiling::{Loops, Origin, PIECES_MAX, TilingError, cut, last_offset, normalize},
+    tiling::{Origin, PIECES_MAX, TilingError, cut, last_offset},
 };
 
 /// A loop on one axis; its target stride is in elements of that axis.

@@ -10,11 +10,10 @@ use smallvec::{SmallVec, smallvec};
 
 use super::{
     Decode, Digit, Operand, Origin, Piece, TensorId, Tiling,
-    gather::Loop,
+    gather::{Loop, Loops, normalize},
     pages::ByteRuns,
     part::{for_each_nest, split_at_borders},
     shape::to_usize,
-    tiling::{Loops, normalize},
 };
 
 /// The bytes of one tensor that a piece needs.

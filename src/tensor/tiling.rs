@@ -15,9 +15,11 @@
 
 use std::{ops::Range, sync::Arc};
 
-use smallvec::SmallVec;
-
-use super::{DType, Decode, EncodedPart, Load, Program, TensorId, gather::Loop, view::EncodedMatrices};
+use super::{
+    DType, Decode, EncodedPart, Load, Program, TensorId,
+    gather::{Loop, Loops},
+    view::EncodedMatrices,
+};
 
 /// Most pieces of one tiling. The largest real views (all experts of all layers of a trillion-parameter model, transposed) have
 /// about 25 000. A million would mean that the algebra failed to find the structure.
@@ -25,9 +27,6 @@ pub const PIECES_MAX: usize = 1 << 20;
 
 /// Steps of a loop that stay together when a piece is cut: the number of lines transposed at once.
 const LINES: u64 = 128;
-
-/// Loops of a piece, by falling target stride.
-pub type Loops = SmallVec<[Loop; 4]>;
 
 /// Why a view has no tiling.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -313,26 +312,6 @@ pub(super) fn cut(start: u64, moved: u64, loops: &[Loop], low: u64, high: u64, e
     for i in end_inside..end_touched {
         turn(i, emit);
     }
-}
-
-/// Sorts loops by falling target stride, drops those of extent 1, and merges neighbours that step alike on both sides.
-pub(super) fn normalize(loops: &mut Loops) {
-    loops.retain(|l| l.extent != 1);
-    loops.sort_by_key(|l| std::cmp::Reverse(l.target_stride));
-    let mut merged = Loops::new();
-    for l in loops.iter().rev() {
-        match merged.last_mut() {
-            Some(inner)
-                if l.target_stride == inner.extent * inner.target_stride
-                    && l.source_stride == inner.extent * inner.source_stride =>
-            {
-                inner.extent *= l.extent;
-            }
-            _ => merged.push(*l),
-        }
-    }
-    merged.reverse();
-    *loops = merged;
 }
 
 /// Disjoint strided copies that cover a target.

@@ -2,7 +2,10 @@
 
 use smallvec::SmallVec;
 
-use super::{super::kernel::row::copy_elements, job::Loop};
+use super::{
+    super::kernel::row::copy_elements,
+    job::{Loop, Loops, normalize},
+};
 
 /// A loop in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,26 +26,15 @@ pub(super) fn bytes(elements: u64, width: usize) -> usize {
 
 /// The loops in bytes, without those of extent 1, by ascending target stride, merged where both sides chain.
 pub(super) fn canonical(loops: &[Loop], source_bytes: usize, target_bytes: usize) -> Axes {
-    let mut axes: Axes = loops
-        .iter()
-        .inspect(|step| assert!(step.extent >= 1, "a loop of extent 0: {loops:?}"))
-        .filter(|step| step.extent > 1)
-        .map(|step| Axis {
-            extent: bytes(step.extent, 1),
-            target: bytes(step.target_stride, target_bytes),
-            source: bytes(step.source_stride, source_bytes),
-        })
-        .collect();
-    axes.sort_unstable_by_key(|axis| axis.target);
-    axes.dedup_by(|outer, inner| {
-        let chained = inner.extent.checked_mul(inner.target) == Some(outer.target)
-            && inner.extent.checked_mul(inner.source) == Some(outer.source);
-        if chained {
-            inner.extent *= outer.extent;
-        }
-        chained
-    });
-    axes
+    assert!(loops.iter().all(|step| step.extent >= 1), "a loop of extent 0: {loops:?}");
+    let mut steps = Loops::from_slice(loops);
+    normalize(&mut steps);
+    let axis = |step: &Loop| Axis {
+        extent: bytes(step.extent, 1),
+        target: bytes(step.target_stride, target_bytes),
+        source: bytes(step.source_stride, source_bytes),
+    };
+    steps.iter().rev().map(axis).collect()
 }
 
 /// Asserts that the last element of the loops ends within `length` bytes.

@@ -1,5 +1,7 @@
 //! A strided copy as data: its loops, its decoder, and its kind of stores.
 
+use smallvec::SmallVec;
+
 use super::super::Decode;
 
 /// One loop of a strided copy. Strides are in elements. For elements narrower than a byte the caller converts everything to
@@ -12,6 +14,25 @@ pub struct Loop {
     pub target_stride: u64,
     /// Source elements from one step to the next.
     pub source_stride: u64,
+}
+
+/// Loops of a piece, by falling target stride.
+pub type Loops = SmallVec<[Loop; 4]>;
+
+/// Sorts loops by falling target stride, drops those of extent 1, and merges neighbours that step alike on both sides.
+pub(crate) fn normalize(loops: &mut Loops) {
+    loops.retain(|l| l.extent != 1);
+    loops.sort_by_key(|l| l.target_stride);
+    loops.dedup_by(|outer, inner| {
+        let continues = |inner_stride: u64, stride| inner.extent.checked_mul(inner_stride) == Some(stride);
+        let chained =
+            continues(inner.target_stride, outer.target_stride) && continues(inner.source_stride, outer.source_stride);
+        if chained {
+            inner.extent *= outer.extent;
+        }
+        chained
+    });
+    loops.reverse();
 }
 
 /// Everything needed to fill a strided set of target elements from one source tensor.

@@ -20,7 +20,8 @@ mod job;
 
 use smallvec::SmallVec;
 
-pub use self::job::{Gather, Loop, Stores};
+pub(super) use self::job::normalize;
+pub use self::job::{Gather, Loop, Loops, Stores};
 use self::{
     axes::{Axes, Position, bytes, canonical, check_bounds, copy_line, each},
     blocks::{Blocks, LineMethod},
