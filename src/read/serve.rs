@@ -27,10 +27,7 @@ impl Engine {
         // First of all, so that other threads compute the next tiles while this thread computes the requested bytes.
         self.read_ahead(file, start, end);
         let result = self.read_span(file, start, end, reply);
-        if let Err(ReadFailure { error, .. }) = &result {
-            self.note_failed_read(file, start, end, error);
-        }
-        result
+        result.inspect_err(|failure| self.note_failed_read(file, start, end, &failure.error))
     }
 
     /// As [`Self::read`], into memory of the caller: one copy, whatever the bytes come from. They are checked when it returns.
@@ -50,10 +47,7 @@ impl Engine {
         } else {
             self.fill_by_segments(file, start, target, Stores::Cached)
         };
-        if let Err(error) = &result {
-            self.note_failed_read(file, start, end, error);
-        }
-        result
+        result.inspect_err(|error| self.note_failed_read(file, start, end, error))
     }
 
     /// Fills a target with a file's bytes from `start` on, segment by segment.
