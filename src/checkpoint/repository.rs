@@ -190,9 +190,10 @@ impl Checkpoint {
         let hidden: HashSet<TensorId> = old.chain(found.left_out.iter().copied()).chain(read).collect();
         let name = |id, info: &TensorInfo<'_>| (!hidden.contains(&id)).then(|| info.name.to_owned());
         let (mut recoded, first) = self.with_composed(composed, name, Some(config))?;
-        let ids = operands.iter().flatten().map(|number| recoded.table.composed_id(first + number)).collect();
-        let counts: Vec<usize> = operands.iter().map(Vec::len).collect();
-        let tensors = found.tensors.with_operands(&counts, ids);
+        let ids =
+            |numbers: &Vec<usize>| numbers.iter().map(|number| recoded.table.composed_id(first + number)).collect();
+        let tensor = |(tensor, numbers): (&Quantized, _)| Quantized { operands: ids(numbers), ..tensor.clone() };
+        let tensors = found.tensors.iter().zip(operands).map(tensor).collect();
         recoded.recoded = Some(Arc::new(Found { tensors, ..Found::default() }));
         let summary = Summary { scheme: "recoded", text, details: Vec::new() };
         recoded.dialect.quantization = Quantization { schemes: vec![summary], ..Quantization::default() };
@@ -535,7 +536,7 @@ impl Checkpoint {
     }
 
     /// The quantized tensors that are shown here as they are stored.
-    pub fn raw(&self) -> impl Iterator<Item = Quantized<'_>> {
+    pub fn raw(&self) -> impl Iterator<Item = &Quantized> {
         let found = self.quantized();
         let shown: HashSet<TensorId> =
             if found.tensors.is_empty() { HashSet::new() } else { self.tensors().map(|(id, _)| id).collect() };
@@ -549,7 +550,7 @@ impl Checkpoint {
 
     /// Whether the codes of all quantized tensors have the names that the tensors have when decoded.
     pub fn keeps_names(&self) -> bool {
-        self.raw().all(|tensor| self.tensor(tensor.operands[0]).name.ends_with(tensor.name))
+        self.raw().all(|tensor| self.tensor(tensor.operands[0]).name.ends_with(&*tensor.name))
     }
 
     /// The file of a tensor's first byte: its own, that of its codes if it is decoded, or that of its first box. If it is made by

@@ -29,7 +29,7 @@ pub enum Storage<'a> {
         span: ByteSpan,
     },
     /// As codes and operands that decode them. All of these are other stored tensors.
-    Quantized(Quantized<'a>),
+    Quantized(&'a Quantized),
     /// As boxes that cover it. Each is a tensor of its own id, which is never shown.
     Mosaic(MosaicTensor<'a>),
     /// As a part of another tensor.
@@ -136,7 +136,7 @@ impl<'a> TensorInfo<'a> {
     }
 
     /// How it is decoded, if it is.
-    pub fn quantized(&self) -> Option<Quantized<'a>> {
+    pub fn quantized(&self) -> Option<&'a Quantized> {
         if let Storage::Quantized(quantized) = self.storage { Some(quantized) } else { None }
     }
 
@@ -414,9 +414,9 @@ impl TensorTable {
             let storage = Storage::Composed(made);
             return TensorInfo { name: &made.name, dtype: made.dtype, shape: &made.shape, storage };
         }
-        let made = self.quantized.tensors.get(number);
-        let shape = made.template.shape().extents();
-        TensorInfo { name: made.name, dtype: made.dtype, shape, storage: Storage::Quantized(made) }
+        let made = &self.quantized.tensors[number];
+        let shape = made.shape().extents();
+        TensorInfo { name: &made.name, dtype: made.dtype, shape, storage: Storage::Quantized(made) }
     }
 
     fn resolve(&self, id: u32) -> Id {

@@ -222,7 +222,7 @@ fn part_of(base: &Checkpoint, part: ModelPart) -> Result<Option<TextModel>, Plan
         ModelPart::Mtp | ModelPart::Draft | ModelPart::Vision | ModelPart::Audio | ModelPart::Encoder => {}
     }
     if let Some(model) = found {
-        return match base.raw().find(|tensor| model.has(tensor.name)) {
+        return match base.raw().find(|tensor| model.has(&tensor.name)) {
             Some(raw) => {
                 let reason = format!(
                     "{}: its codes are named by the whole model's configuration: --dequantize decodes them",
@@ -335,7 +335,7 @@ impl Choice {
 fn keep_operands(base: &Checkpoint, names: &mut BTreeMap<TensorId, String>, name: &dyn Fn(TensorId) -> String) {
     let (mut needed, mut unneeded) = (BTreeSet::new(), BTreeSet::new());
     for tensor in base.raw() {
-        let [codes, operands @ ..] = tensor.operands else { continue };
+        let [codes, operands @ ..] = &*tensor.operands else { continue };
         if names.contains_key(codes) { needed.extend(operands) } else { unneeded.extend(operands) }
     }
     for id in unneeded.difference(&needed) {
@@ -351,7 +351,7 @@ fn keep_operands(base: &Checkpoint, names: &mut BTreeMap<TensorId, String>, name
 fn parts_names(checkpoint: &Checkpoint, renamed: &Checkpoint) -> bool {
     let (old, new) = (|id| checkpoint.tensor(id).name, |id| renamed.tensor(id).name);
     checkpoint.raw().any(|tensor| {
-        let [codes, operands @ ..] = tensor.operands else { return false };
+        let [codes, operands @ ..] = &*tensor.operands else { return false };
         operands.iter().any(|operand| {
             let pairs = old(*codes).char_indices().zip(old(*operand).chars());
             let same = pairs.take_while(|((_, a), b)| a == b).last();

@@ -78,12 +78,12 @@ fn blocks_and_stacks_are_decoded_by_the_formula() {
     write_repo(dir.path(), &[&weights, &scales], &config());
     let checkpoint = open(dir.path()).unwrap();
     let found = checkpoint.quantized();
-    let names: Vec<&str> = found.tensors.iter().map(|tensor| tensor.name).collect();
+    let names: Vec<&str> = found.tensors.iter().map(|tensor| &*tensor.name).collect();
     assert_eq!(names, ["a.weight", "b.weight", "c.weight", "d"]);
     assert_eq!(found.schemes[0].text, "fp8 in blocks of 3x4, 4 weights with F32 scales *_scale_inv");
     for (tensor, scale) in found.tensors.iter().zip(scales.iter()) {
         assert_eq!((tensor.dtype, tensor.scheme), (DType::F16, "block_fp8"));
-        let (codes, factors) = (stored(&checkpoint, tensor.name), f32s(&stored(&checkpoint, &scale.0)));
+        let (codes, factors) = (stored(&checkpoint, &tensor.name), f32s(&stored(&checkpoint, &scale.0)));
         let extents = tensor.shape().extents();
         let (rows, columns) = (extents[extents.len() - 2] as usize, extents[extents.len() - 1] as usize);
         let decoded = values(&checkpoint, &tensor.view().unwrap());

@@ -131,7 +131,7 @@ impl Opened {
 
     /// Names of decoded tensors, sorted.
     pub(crate) fn decoded(&self) -> Vec<&str> {
-        let mut names: Vec<&str> = self.checkpoint.quantized().tensors.iter().map(|tensor| tensor.name).collect();
+        let mut names: Vec<&str> = self.checkpoint.quantized().tensors.iter().map(|tensor| &*tensor.name).collect();
         names.sort_unstable();
         names
     }
@@ -148,7 +148,7 @@ impl Opened {
     #[track_caller]
     pub(crate) fn check(&self, name: &str, scheme: &str, shape: &[u64], formula: impl Fn(usize) -> f32) {
         let found = self.checkpoint.quantized();
-        let tensor = found.tensors.iter().find(|tensor| tensor.name == name).unwrap_or_else(|| panic!("no {name}"));
+        let tensor = found.tensors.iter().find(|tensor| *tensor.name == *name).unwrap_or_else(|| panic!("no {name}"));
         assert_eq!((tensor.scheme, tensor.dtype, tensor.shape().extents()), (scheme, DType::F16, shape), "{name}");
         assert!(found.schemes.iter().any(|summary| summary.scheme == scheme));
         let view = tensor.view().unwrap();

@@ -16,7 +16,7 @@ use serde_json::Value;
 use super::super::{
     dialect::{lookup, text_config},
     problem::{Problem, Problems},
-    scheme::{QuantizedTable, Unsupported},
+    scheme::{Quantized, Unsupported},
     table::{Storage, TensorInfo, TensorTable},
 };
 
@@ -169,7 +169,7 @@ fn each_number(config: &Value, depth: usize, each: &mut impl FnMut(&str, u64)) {
 
 /// Finds matrices that are decoded with the bits of others: their sizes are not the model's, and would be with another number of bits.
 /// They are of no use, and a request to decode is refused with their name.
-pub(crate) fn misread(decoded: &QuantizedTable, config: &Value) -> Option<Unsupported> {
+pub(crate) fn misread(decoded: &[Quantized], config: &Value) -> Option<Unsupported> {
     let widths = Widths::of(config);
     let odd = |name: &str, extents: &[u64], own: u64| {
         let axes = extents.get(extents.len().checked_sub(2)?..)?;
@@ -186,7 +186,7 @@ pub(crate) fn misread(decoded: &QuantizedTable, config: &Value) -> Option<Unsupp
         let codes = found.template.operands().first().filter(|codes| is_word(codes.dtype))?;
         let bits =
             codes.dtype.bytes_of(codes.shape.elements())?.checked_mul(8)?.checked_div(found.shape().elements())?;
-        Some((found, odd(found.name, found.shape().extents(), bits)?))
+        Some((found, odd(&found.name, found.shape().extents(), bits)?))
     });
     let (first, what) = found.next()?;
     let others = found.count();

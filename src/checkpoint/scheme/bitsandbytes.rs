@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_tensor::{BitOrder, Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value};
+use ckfs_tensor::{BitOrder, Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value, ViewError};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value as Json, json};
 
@@ -22,7 +22,7 @@ use super::{
     findings::{SchemeFindings, Told},
     listed::{Exceptions, config_of, decoded_dtype, excepted, refuse_orphans, text},
     parts::{Kinds, floats, module_of, needed, packed, slot},
-    quantized::{Template, TemplateError},
+    quantized::Template,
     stored::Stored,
 };
 use crate::problem::Problem;
@@ -115,11 +115,9 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
     let mut kinds = Kinds::new();
     for (tensor, kind) in four.iter().zip(kinds_of) {
         let Some((kind, dtype)) = found.taken(kind) else { continue };
-        if let Some(template) = kinds.template(found, tensor.name, kind, template_of_4_bits) {
-            let nested = tensor.nested.map(|(absmax, _)| absmax);
-            let operands: Vec<TensorId> = [tensor.codes, tensor.absmax].into_iter().chain(nested).collect();
-            found.tensor(tensor.name, template, &operands, Some(dtype));
-        }
+        let nested = tensor.nested.map(|(absmax, _)| absmax);
+        let operands: Vec<TensorId> = [tensor.codes, tensor.absmax].into_iter().chain(nested).collect();
+        kinds.add(found, kind, template_of_4_bits, (tensor.name, &operands, Some(dtype)));
     }
     let eight = eight_bits(stored, found, config);
     let nested = four.iter().filter(|tensor| tensor.nested.is_some()).count();
@@ -267,7 +265,7 @@ fn table(stored: &Stored<'_>, id: TensorId, codes: usize) -> Result<Vec<u32>, Pr
     Ok(stored.read(id)?.as_chunks::<4>().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect())
 }
 
-fn template_of_4_bits(kind: &Kind) -> Result<Template, TemplateError> {
+fn template_of_4_bits(kind: &Kind) -> Result<Template, ViewError> {
     let shape = slot(0, DType::F32, &kind.extents)?.shape;
     let count = shape.elements();
     let flat = |stride| Digit::axis(&[count], 0, stride);
@@ -349,14 +347,12 @@ fn eight_bits(stored: &Stored<'_>, found: &mut SchemeFindings<'_>, config: &Json
             found.refuse(codes.name, "shape [out, in]", format!("{:?}", codes.shape));
             continue;
         };
-        if let Some(template) = kinds.template(found, codes.name, [out, inner], template_of_8_bits) {
-            found.tensor(codes.name, template, &[id, statistics], None);
-        }
+        kinds.add(found, [out, inner], template_of_8_bits, (codes.name, &[id, statistics], None));
     }
     count
 }
 
-fn template_of_8_bits(extents: &[u64; 2]) -> Result<Template, TemplateError> {
+fn template_of_8_bits(extents: &[u64; 2]) -> Result<Template, ViewError> {
     let codes = slot(0, DType::I8, extents)?;
     let shape = codes.shape.clone();
     let signed = Field::Integer(Bits { signed: true, ..Bits::unsigned(8) });

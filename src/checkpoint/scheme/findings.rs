@@ -1,13 +1,13 @@
 //! What schemes have found: decoded tensors, checked against what is stored, companions that decoding leaves out, problems.
 
-use std::fmt::Display;
+use std::{fmt::Display, sync::Arc};
 
-use ckfs_tensor::{DType, Shape, TensorId};
+use ckfs_tensor::{DType, Shape, TensorId, ViewError};
 use hashbrown::HashMap;
 use serde_json::Value as Json;
 
 use super::{
-    quantized::{Found, Template, TemplateError, TemplateId, Unsupported},
+    quantized::{Found, Quantized, Template, Unsupported},
     stored::Stored,
 };
 use crate::problem::{Problem, Problems};
@@ -42,19 +42,21 @@ impl<'a> SchemeFindings<'a> {
         Self { stored, problems, found: Found::default(), scheme: "", uses }
     }
 
-    /// Adds what tensors that are stored alike have in common. `tensor` is one of them, for the message. A scheme keeps the
-    /// numbers of its templates by what distinguishes them (shape, dtypes, bits, group), so that there are few.
-    pub(crate) fn template(&mut self, tensor: &str, template: Result<Template, TemplateError>) -> Option<TemplateId> {
-        let expected = format_args!("tensors that {} decodes", self.scheme);
-        let template = self.problems.taken(template.map_err(|error| Problem::of_tensor(tensor, expected, error)))?;
-        self.problems.taken(self.found.tensors.add_template(template).ok_or(Problem::TooLarge))
+    /// What tensors that are stored alike have in common, of which one has these codes; `None` if it cannot be, which is then noted.
+    pub(super) fn template(&mut self, codes: TensorId, template: Result<Template, ViewError>) -> Option<Arc<Template>> {
+        let (name, expected) = (self.stored.tensor(codes).name, format_args!("tensors that {} decodes", self.scheme));
+        self.problems.taken(template.map(Arc::new).map_err(|error| Problem::of_tensor(name, expected, error)))
     }
 
     /// Adds a decoded tensor: its name when decoded, its operands by number, and its own dtype where the repository tells one
     /// for it. An operand that is stored with another dtype or shape than the template says is a problem, and so are codes
     /// that belong to another tensor already. Operands other than codes may be shared.
-    pub(crate) fn tensor(&mut self, name: &str, template: TemplateId, operands: &[TensorId], dtype: Option<DType>) {
-        let slots = self.found.tensors.template(template).operands();
+    pub(super) fn tensor(
+        &mut self,
+        (name, operands, dtype): (&str, &[TensorId], Option<DType>),
+        template: Arc<Template>,
+    ) {
+        let slots = template.operands();
         assert_eq!(slots.len(), operands.len(), "{name}: as many operands as its template has");
         let before = self.problems.count();
         for (slot, id) in slots.iter().zip(operands) {
@@ -65,25 +67,25 @@ impl<'a> SchemeFindings<'a> {
                 self.problems.push(Problem::of_tensor(info.name, expected, found));
             }
         }
-        let number = u32::try_from(self.found.tensors.len()).map_err(|_| Problem::TooLarge);
-        let Some(number) = self.problems.taken(number) else { return };
-        if let Some(codes) = operands.first()
-            && let other = std::mem::replace(&mut self.uses[codes.0 as usize], Use::Codes(number))
-            && other != Use::Open
-        {
-            let other = match other {
-                Use::Codes(other) => self.found.tensors.get(other as usize).name,
-                Use::LeftOut | Use::Open => "a tensor that is left out",
-            };
+        let codes = operands[0];
+        let other = match self.uses[codes.0 as usize] {
+            Use::Open => None,
+            Use::LeftOut => Some("a tensor that is left out"),
+            Use::Codes(other) => Some(&*self.found.tensors[other as usize].name),
+        };
+        if let Some(other) = other {
             let found = format!("codes of {other:?} too");
-            self.refuse(self.stored.tensor(*codes).name, format!("codes of {name:?} only"), found);
+            self.refuse(self.stored.tensor(codes).name, format!("codes of {name:?} only"), found);
         }
+        self.leave(codes);
         if self.problems.count() > before {
             return;
         }
+        let number = u32::try_from(self.found.tensors.len()).expect("each has a stored tensor, whose ids fit 32 bits");
+        self.uses[codes.0 as usize] = Use::Codes(number);
+        let (name, operands, scheme) = (name.into(), operands.into(), self.scheme);
         let dtype = dtype.unwrap_or(self.stored.dtype);
-        let added = self.found.tensors.add(self.scheme, name, dtype, template, operands);
-        self.problems.taken(added.ok_or(Problem::TooLarge));
+        self.found.tensors.push(Quantized { name, dtype, template, operands, scheme });
     }
 
     /// Leaves out a companion that no decoder reads, such as the scale of activations.
@@ -138,7 +140,7 @@ impl<'a> SchemeFindings<'a> {
     /// By id of a stored tensor: whether a decoder reads it, so far.
     pub(super) fn operands(&self) -> Vec<bool> {
         let mut are = vec![false; self.stored.table.id_end()];
-        for tensor in self.found.tensors.iter() {
+        for tensor in &self.found.tensors {
             tensor.operands.iter().for_each(|id| are[id.0 as usize] = true);
         }
         are
@@ -161,13 +163,13 @@ impl<'a> SchemeFindings<'a> {
         let mut gone = self.operands();
         self.found.left_out.iter().for_each(|id| gone[id.0 as usize] = true);
         let mut names: HashMap<&str, TensorId> = HashMap::with_capacity(self.found.tensors.len());
-        for tensor in self.found.tensors.iter() {
-            let stored = self.stored.find(tensor.name).filter(|id| !gone[id.0 as usize]);
+        for tensor in &self.found.tensors {
+            let stored = self.stored.find(&tensor.name).filter(|id| !gone[id.0 as usize]);
             let codes = tensor.operands[0];
-            if let Some(other) = names.insert(tensor.name, codes).or(stored) {
+            if let Some(other) = names.insert(&tensor.name, codes).or(stored) {
                 let (expected, found) = (self.stored.tensor(codes).name, self.stored.tensor(other).name);
                 let (expected, found) = (format_args!("decoded from {expected:?} only"), format_args!("{found:?} too"));
-                self.problems.push(Problem::of_tensor(tensor.name, expected, found));
+                self.problems.push(Problem::of_tensor(&tensor.name, expected, found));
             }
         }
         drop(names);

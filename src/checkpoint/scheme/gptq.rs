@@ -12,7 +12,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use ckfs_tensor::{DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value};
+use ckfs_tensor::{DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value, ViewError};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::{Value as Json, json};
 
@@ -20,7 +20,7 @@ use super::{
     findings::{SchemeFindings, Told},
     listed::{Exceptions, config_of, excepted, group_size, member, refuse_orphans},
     parts::{Kinds, floats, group_order, is_scale, module_of, needed, slot, unsigned},
-    quantized::{Template, TemplateError},
+    quantized::Template,
     stored::Stored,
 };
 use crate::{PythonRegex, problem::Problem};
@@ -81,9 +81,7 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
         }
         let (inner, out, bits, group) = (matrix.inner, matrix.out, matrix.way.bits, matrix.group());
         let kind = Kind { inner, out, bits, group, scale: scale.dtype, is_v1: config.is_v1, order };
-        if let Some(template) = kinds.template(found, codes.name, kind, template) {
-            found.tensor(&format!("{}.weight", matrix.module), template, &matrix.operands, None);
-        }
+        kinds.add(found, kind, template, (&format!("{}.weight", matrix.module), &matrix.operands, None));
     }
     let count = matrices.len();
     let bits: BTreeSet<u64> = matrices.iter().map(|matrix| matrix.way.bits).collect();
@@ -238,7 +236,7 @@ fn order(stored: &Stored<'_>, matrix: &Matrix<'_>) -> Result<Option<Arc<[u64]>>,
     Ok(order)
 }
 
-fn template(kind: &Kind) -> Result<Template, TemplateError> {
+fn template(kind: &Kind) -> Result<Template, ViewError> {
     let extents = [kind.inner, kind.out];
     let shape = slot(0, DType::F32, &extents)?.shape;
     let (fields, groups) = (32 / kind.bits, kind.inner.div_ceil(kind.group));

@@ -69,9 +69,7 @@ mod stored;
 mod torchao;
 mod unrecognized;
 
-pub use quantized::{
-    Found, Quantization, Quantized, QuantizedTable, Summary, Template, TemplateError, TemplateId, Unsupported,
-};
+pub use quantized::{Found, Quantization, Quantized, Summary, Template, Unsupported};
 
 pub(super) use self::{comfy::MARK as FILE_MARK, stored::Stored};
 use self::{

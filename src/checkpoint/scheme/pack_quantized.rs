@@ -13,7 +13,7 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_tensor::{DType, Digit, IndexMap, Operand, Operation, TensorId, Value};
+use ckfs_tensor::{DType, Digit, IndexMap, Operand, Operation, TensorId, Value, ViewError};
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use serde_json::json;
 
@@ -21,7 +21,7 @@ use super::{
     findings::{SchemeFindings, Told},
     parts::{Kinds, blocks, floats, grid, group_order, is_scale, module_of, packed, slot, unsigned},
     quantization_config::{Library, ModuleQuantization, QuantizationConfig, Sharing},
-    quantized::{Template, TemplateError},
+    quantized::Template,
     stored::Stored,
 };
 use crate::{problem::Problem, table::TensorInfo};
@@ -86,10 +86,8 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
         let (bits, sharing, has_zeros) = (matrix.bits, matrix.sharing, matrix.zero.is_some());
         let (scale, scale_is_bare) = (scale.dtype, scale.shape.is_empty());
         let kind = Kind { out, inner, bits, sharing, scale, scale_is_bare, has_zeros, order };
-        if let Some(template) = kinds.template(found, codes.name, kind, template) {
-            let operands: Vec<TensorId> = [matrix.codes, matrix.scale].into_iter().chain(matrix.zero).collect();
-            found.tensor(&format!("{}.weight", matrix.module), template, &operands, None);
-        }
+        let operands: Vec<TensorId> = [matrix.codes, matrix.scale].into_iter().chain(matrix.zero).collect();
+        kinds.add(found, kind, template, (&format!("{}.weight", matrix.module), &operands, None));
     }
     let first = matrices.first()?;
     let count = matrices.len();
@@ -210,7 +208,7 @@ fn little_endian(bytes: &[u8]) -> i64 {
     unsigned.cast_signed()
 }
 
-fn template(kind: &Kind) -> Result<Template, TemplateError> {
+fn template(kind: &Kind) -> Result<Template, ViewError> {
     let extents = [kind.out, kind.inner];
     let half = match kind.bits {
         1 => 1.0,

@@ -5,11 +5,11 @@
 
 use std::{collections::HashMap, hash::Hash, sync::Arc};
 
-use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTensor, TensorId};
+use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Shape, SourceTensor, TensorId, ViewError};
 
 use super::{
     findings::SchemeFindings,
-    quantized::{Template, TemplateError, TemplateId},
+    quantized::Template,
     stored::{Stored, last_word},
 };
 use crate::{problem::Problem, table::TensorInfo};
@@ -17,8 +17,8 @@ use crate::{problem::Problem, table::TensorInfo};
 /// Operand `number` of a template, which must be stored as `dtype` with these extents.
 ///
 /// # Errors
-/// [`TemplateError`] if there are more than eight axes or too many elements.
-pub(super) fn slot(number: u32, dtype: DType, extents: &[u64]) -> Result<SourceTensor, TemplateError> {
+/// [`ViewError`] if there are more than eight axes or too many elements.
+pub(super) fn slot(number: u32, dtype: DType, extents: &[u64]) -> Result<SourceTensor, ViewError> {
     let shape = Shape::try_new(extents)?;
     Ok(SourceTensor { id: TensorId(number), dtype, shape })
 }
@@ -100,27 +100,26 @@ pub(super) fn is_scale(found: &mut SchemeFindings<'_>, scale: &TensorInfo<'_>, c
 
 /// One template for each kind of tensor, where `Key` holds all that distinguishes kinds.
 #[derive(Debug)]
-pub(super) struct Kinds<Key>(HashMap<Key, Option<TemplateId>>);
+pub(super) struct Kinds<Key>(HashMap<Key, Option<Arc<Template>>>);
 
 impl<Key: Eq + Hash> Kinds<Key> {
     pub(super) fn new() -> Self {
         Self(HashMap::new())
     }
 
-    /// The template of this kind; `make` makes it for the first tensor, `tensor`. `None` if there is none, which is then reported already.
-    pub(super) fn template(
+    /// Adds a decoded tensor of this kind: its name, its operands and its own dtype, as [`SchemeFindings::tensor`] takes them. `make` makes
+    /// the template of the first one; why there is none is noted then.
+    pub(super) fn add(
         &mut self,
         found: &mut SchemeFindings<'_>,
-        tensor: &str,
-        key: Key,
-        make: impl FnOnce(&Key) -> Result<Template, TemplateError>,
-    ) -> Option<TemplateId> {
-        if let Some(template) = self.0.get(&key) {
-            return *template;
+        kind: Key,
+        make: impl FnOnce(&Key) -> Result<Template, ViewError>,
+        tensor: (&str, &[TensorId], Option<DType>),
+    ) {
+        let template = self.0.entry(kind).or_insert_with_key(|kind| found.template(tensor.1[0], make(kind)));
+        if let Some(template) = template {
+            found.tensor(tensor, Arc::clone(template));
         }
-        let template = found.template(tensor, make(&key));
-        self.0.insert(key, template);
-        template
     }
 }
 

@@ -5,7 +5,7 @@
 //! is made when somebody asks for it. [`Quantization`] says of them to readers by which schemes they are stored, and what no scheme
 //! decodes.
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 use ckfs_tensor::{DType, Digit, Operand, PerAxis, Shape, SourceTensor, Step, TensorId, Term, Value, View, ViewError};
 use serde_json::Value as Json;
@@ -21,44 +21,28 @@ pub struct Template {
     operands: Vec<SourceTensor>,
 }
 
-/// Why a template cannot be.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum TemplateError {
-    /// The decoder does not fit its operands.
-    #[error(transparent)]
-    View(#[from] ViewError),
-    /// An operand is of two shapes or types, or a number is left out.
-    #[error("operand {0} is of two kinds, or there is none of this number")]
-    Operand(usize),
-}
-
 impl Template {
     /// Tensors whose element `n`, in the row-major order of `shape`, is `value` at `n`, in f32. In `value` the id of a tensor
     /// is the number of an operand: `TensorId(0)` are the codes, `TensorId(1)` and so on what decodes them, each with the
     /// dtype and the shape that must be stored.
     ///
     /// # Errors
-    /// [`TemplateError`] if an operand is too small for its index, cannot be read as its field says, or is not named
-    /// unambiguously.
-    pub fn try_new(shape: Shape, value: Value) -> Result<Self, TemplateError> {
+    /// [`ViewError`] if an operand is too small for its index, or cannot be read as its field says.
+    ///
+    /// # Panics
+    /// If an operand is of two shapes or types, or a number is left out: schemes name what they make.
+    pub fn try_new(shape: Shape, value: Value) -> Result<Self, ViewError> {
         let mut found: Vec<Option<SourceTensor>> = Vec::new();
-        let mut differs = None;
         value.for_each_operand(&mut |Operand { tensor, .. }| {
             // An operand's number is small: at most as many as there are places in the value.
             let at = tensor.id.0 as usize;
             if found.len() <= at {
                 found.resize(at + 1, None);
             }
-            match &found[at] {
-                Some(other) if other != tensor => differs = Some(at),
-                Some(_) => {}
-                None => found[at] = Some(tensor.clone()),
-            }
+            let known = found[at].get_or_insert_with(|| tensor.clone());
+            assert_eq!(known, tensor, "operand {at} is of two kinds");
         });
-        if let Some(at) = differs.or_else(|| found.iter().position(Option::is_none)) {
-            return Err(TemplateError::Operand(at));
-        }
-        let operands = found.into_iter().flatten().collect();
+        let operands = found.into_iter().map(|operand| operand.expect("each number is that of an operand")).collect();
         let axes = (0..shape.rank()).collect();
         View::quantized(shape.clone(), value.clone())?;
         Ok(Self { value_shape: shape.clone(), value, axes, shape, operands })
@@ -67,11 +51,11 @@ impl Template {
     /// The same with its axes in another order: axis `i` of the tensors is axis `axes[i]` of the value.
     ///
     /// # Errors
-    /// [`TemplateError::View`] unless `axes` names every axis once.
-    pub fn transposed(mut self, axes: &[usize]) -> Result<Self, TemplateError> {
+    /// [`ViewError`] unless `axes` names every axis once.
+    pub fn transposed(mut self, axes: &[usize]) -> Result<Self, ViewError> {
         let rank = self.value_shape.rank();
         if axes.len() != rank || (0..rank).any(|axis| !axes.contains(&axis)) {
-            return Err(ViewError::permutation(axes, &self.value_shape).into());
+            return Err(ViewError::permutation(axes, &self.value_shape));
         }
         let extents: PerAxis = axes.iter().map(|axis| self.value_shape.extents()[*axis]).collect();
         self.shape = Shape::try_new(&extents)?;
@@ -118,26 +102,22 @@ impl Template {
     }
 }
 
-/// Number of a template in its table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TemplateId(u32);
-
 /// One tensor that is stored quantized.
-#[derive(Clone, Copy, Debug)]
-pub struct Quantized<'a> {
+#[derive(Clone, Debug)]
+pub struct Quantized {
     /// Its name when decoded.
-    pub name: &'a str,
+    pub name: Box<str>,
     /// Its type when decoded, unless another is requested.
     pub dtype: DType,
     /// How it is decoded.
-    pub template: &'a Template,
+    pub template: Arc<Template>,
     /// The stored tensors that it is decoded from: first the codes, then what decodes them.
-    pub operands: &'a [TensorId],
+    pub operands: Box<[TensorId]>,
     /// The scheme, as `plan --json` calls it.
     pub scheme: &'static str,
 }
 
-impl Quantized<'_> {
+impl Quantized {
     /// Shape when decoded.
     pub fn shape(&self) -> &Shape {
         self.template.shape()
@@ -148,97 +128,7 @@ impl Quantized<'_> {
     /// # Errors
     /// None that a template's check has not excluded.
     pub fn view(&self) -> Result<View, ViewError> {
-        self.template.view(self.operands)
-    }
-}
-
-#[derive(Clone, Copy, Debug)]
-struct QuantizedRow {
-    name_end: u32,
-    operands_end: u32,
-    template: TemplateId,
-    dtype: DType,
-    scheme: &'static str,
-}
-
-/// All tensors of a repository that are stored quantized, in the order in which they were found.
-#[derive(Clone, Debug, Default)]
-pub struct QuantizedTable {
-    templates: Vec<Template>,
-    rows: Vec<QuantizedRow>,
-    names: String,
-    operands: Vec<TensorId>,
-}
-
-impl QuantizedTable {
-    pub(super) fn add_template(&mut self, template: Template) -> Option<TemplateId> {
-        let id = TemplateId(u32::try_from(self.templates.len()).ok()?);
-        self.templates.push(template);
-        Some(id)
-    }
-
-    pub(super) fn template(&self, id: TemplateId) -> &Template {
-        &self.templates[id.0 as usize]
-    }
-
-    /// `None` if a number does not fit 32 bits.
-    pub(super) fn add(
-        &mut self,
-        scheme: &'static str,
-        name: &str,
-        dtype: DType,
-        template: TemplateId,
-        operands: &[TensorId],
-    ) -> Option<()> {
-        self.names.push_str(name);
-        self.operands.extend_from_slice(operands);
-        let name_end = u32::try_from(self.names.len()).ok()?;
-        let operands_end = u32::try_from(self.operands.len()).ok()?;
-        self.rows.push(QuantizedRow { name_end, operands_end, template, dtype, scheme });
-        Some(())
-    }
-
-    /// The same tensors with other operands, of which each has so many.
-    pub(crate) fn with_operands(&self, counts: &[usize], operands: Vec<TensorId>) -> Self {
-        let mut end = 0;
-        let row = |(row, count): (&QuantizedRow, &usize)| {
-            end += u32::try_from(*count).expect("ids fit 32 bits, and so does their number");
-            QuantizedRow { operands_end: end, ..*row }
-        };
-        let rows = self.rows.iter().zip(counts).map(row).collect();
-        Self { templates: self.templates.clone(), rows, names: self.names.clone(), operands }
-    }
-
-    /// Number of tensors.
-    pub fn len(&self) -> usize {
-        self.rows.len()
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.rows.is_empty()
-    }
-
-    /// One tensor, by number.
-    ///
-    /// # Panics
-    /// If the number is not below the number of rows.
-    pub fn get(&self, number: usize) -> Quantized<'_> {
-        let row = &self.rows[number];
-        let before = number.checked_sub(1).map(|before| self.rows[before]);
-        let (name, operands) = before.map_or((0, 0), |row| (row.name_end as usize, row.operands_end as usize));
-        Quantized {
-            name: &self.names[name..row.name_end as usize],
-            dtype: row.dtype,
-            template: self.template(row.template),
-            operands: &self.operands[operands..row.operands_end as usize],
-            scheme: row.scheme,
-        }
-    }
-
-    /// All tensors, in order of number.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = Quantized<'_>> {
-        (0..self.len()).map(|number| self.get(number))
+        self.template.view(&self.operands)
     }
 }
 
@@ -265,8 +155,8 @@ pub struct Unsupported {
 /// What decoding makes of a repository.
 #[derive(Clone, Debug, Default)]
 pub struct Found {
-    /// The tensors that are stored quantized.
-    pub tensors: QuantizedTable,
+    /// The tensors that are stored quantized, in the order in which they were found.
+    pub tensors: Vec<Quantized>,
     /// Stored tensors that belong to quantized modules and that no decoder reads, such as scales of activations: they go
     /// when their repository is decoded. Sorted.
     pub left_out: Vec<TensorId>,

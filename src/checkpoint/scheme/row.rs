@@ -9,14 +9,14 @@
 //! What a row cannot say: companions that are read when the repository is opened (`g_idx`, `weight_shape`, texts that describe
 //! a tensor), and shapes that do not follow from those of the codes. Such schemes are code.
 
-use ckfs_tensor::{DType, Digit, Field, IndexMap, Operand, Operation, SourceTensor, TensorId, Value};
+use ckfs_tensor::{DType, Digit, Field, IndexMap, Operand, Operation, SourceTensor, TensorId, Value, ViewError};
 use serde_json::{Value as Json, json};
 
 use super::{
     findings::{SchemeFindings, Told},
     parts::{Kinds, blocks, floats, grid, packed, rows_and_columns, slot, unsigned},
     quantization_config::{Library, ModuleQuantization, Sharing},
-    quantized::{Template, TemplateError},
+    quantized::Template,
     stored::{Stored, last_word},
 };
 use crate::table::TensorInfo;
@@ -265,11 +265,6 @@ impl SchemeRow {
         (!self.codes.suffix.is_empty() || !name.ends_with(".weight")).then_some(stem)
     }
 
-    /// The name of the decoded tensor.
-    fn decoded(&self, stem: &str) -> String {
-        format!("{stem}{}", self.codes.decoded)
-    }
-
     /// Part `number` of the codes of this stem, under the first of its names that is there.
     pub(super) fn part(&self, stored: &Stored<'_>, stem: &str, number: usize) -> Option<TensorId> {
         self.parts[number].suffixes.iter().find_map(|suffix| stored.beside(stem, suffix))
@@ -391,9 +386,8 @@ impl SchemeRow {
         }
         let dtype = if self.codes.dtypes.len() > 1 { codes.dtype } else { self.codes.dtypes[0] };
         let kind = RowKind { row: number, codes: dtype, stored: codes.shape.to_vec(), extents, block, parts };
-        if let Some(template) = kinds.template(found, codes.name, kind, |kind| self.template(kind)) {
-            found.tensor(&self.decoded(stem), template, &operands, None);
-        }
+        let name = format!("{stem}{}", self.codes.decoded);
+        kinds.add(found, kind, |kind| self.template(kind), (&name, &operands, None));
     }
 
     /// The type and the shape that each part must have. Types that are not possible are refused.
@@ -435,9 +429,9 @@ impl SchemeRow {
         Some(parts)
     }
 
-    fn template(&self, kind: &RowKind) -> Result<Template, TemplateError> {
+    fn template(&self, kind: &RowKind) -> Result<Template, ViewError> {
         let extents = kind.extents.as_slice();
-        let part = |number: usize| -> Result<Operand, TemplateError> {
+        let part = |number: usize| -> Result<Operand, ViewError> {
             let (dtype, stored) = &kind.parts[number];
             let slot = slot(u32::try_from(number + 1).expect("a few parts"), *dtype, stored)?;
             let part = &self.parts[number];

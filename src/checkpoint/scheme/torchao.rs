@@ -15,14 +15,14 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value};
+use ckfs_tensor::{Bits, DType, Digit, Field, IndexMap, Operand, Operation, TensorId, Value, ViewError};
 use serde_json::{Value as Json, json};
 
 use super::{
     findings::{SchemeFindings, Told},
     listed::{Exceptions, config_of, decoded_dtype, excepted, text},
     parts::{Kinds, floats, is_scale, packed, slot},
-    quantized::{Template, TemplateError},
+    quantized::Template,
     stored::{Stored, last_word},
 };
 
@@ -94,10 +94,8 @@ pub(super) fn find(stored: &Stored<'_>, found: &mut SchemeFindings<'_>) -> Told 
         else {
             continue;
         };
-        if let Some(template) = kinds.template(found, name, kind, template) {
-            let operands: Vec<TensorId> = [codes, scale].into_iter().chain(zeros).collect();
-            found.tensor(name, template, &operands, Some(dtype));
-        }
+        let operands: Vec<TensorId> = [codes, scale].into_iter().chain(zeros).collect();
+        kinds.add(found, kind, template, (name, &operands, Some(dtype)));
     }
     refuse_undescribed(stored, found, &known);
     let count: u64 = counts.values().sum();
@@ -193,7 +191,7 @@ fn kind_of(
     is_scale(found, &scale, name).then_some(Kind { of, extents, block, scale: scale.dtype, has_zeros })
 }
 
-fn template(kind: &Kind) -> Result<Template, TemplateError> {
+fn template(kind: &Kind) -> Result<Template, ViewError> {
     let Kind { of, extents, block, .. } = kind;
     let shape = slot(0, DType::F32, extents)?.shape;
     let signed = |width| Field::Integer(Bits { signed: true, ..Bits::unsigned(width) });

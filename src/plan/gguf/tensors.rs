@@ -163,7 +163,7 @@ impl TensorsInFile {
     fn keep(&mut self, checkpoint: &Checkpoint, info: &TensorInfo<'_>, hparams: &Hparams) -> Result<(), ViewError> {
         let Some(stack) = info.quantized() else { return Ok(()) };
         for target in hparams.family.targets(info.name, &|key| hparams.count_of(key)) {
-            let all = mxfp4(checkpoint, &stack)?;
+            let all = mxfp4(checkpoint, stack)?;
             let rows = all.shape().extents()[1];
             let half = if let GgufChange::Alternating(first) = target.change { Some(first as u64) } else { None };
             let view = half.map_or(Ok(all.clone()), |first| all.slice(1, first, rows, 2))?;
@@ -206,7 +206,7 @@ impl TensorsInFile {
 }
 
 /// Blocks of MXFP4 as ggml has them, `[experts, rows, blocks, 17]`: the exponent, and in byte `n` codes `n` and `n + 16`.
-fn mxfp4(checkpoint: &Checkpoint, stack: &Quantized<'_>) -> Result<View, ViewError> {
+fn mxfp4(checkpoint: &Checkpoint, stack: &Quantized) -> Result<View, ViewError> {
     let source = |at: usize| checkpoint.tensor(stack.operands[at]).source(stack.operands[at]);
     let (codes, scales) = (source(0)?, View::source(source(1)?));
     let shape = codes.shape.clone();

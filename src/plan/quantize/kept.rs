@@ -143,9 +143,9 @@ pub(crate) fn kept(checkpoint: &Checkpoint, to: Requantize) -> Result<Checkpoint
     for (number, tensor) in found.tensors.iter().enumerate() {
         let first = keeping.made.len();
         let made = match (to, tensor.scheme) {
-            (Requantize::Mxfp4, _) => keeping.row_of_stack(number, &tensor),
-            (Requantize::CompressedTensors, "mxfp4") => keeping.experts(&tensor),
-            _ => keeping.weight(&tensor),
+            (Requantize::Mxfp4, _) => keeping.row_of_stack(number, tensor),
+            (Requantize::CompressedTensors, "mxfp4") => keeping.experts(tensor),
+            _ => keeping.weight(tensor),
         };
         reasons.extend(made.err().map(|reason| format!("{}: {reason}", tensor.name)));
         let is_operand = |at: &usize| keeping.made[*at].name.rsplit('.').next() != Some("bias");
@@ -186,7 +186,7 @@ const REASONS_SHOWN: usize = 4;
 
 impl Keeping<'_> {
     /// Makes the tensors of a weight in the new form, the codes first.
-    fn weight(&mut self, weight: &Quantized<'_>) -> Result<(), String> {
+    fn weight(&mut self, weight: &Quantized) -> Result<(), String> {
         let codes = self.checkpoint.tensor(weight.operands[0]).name;
         let is_row = |row: &&Row| row.scheme == weight.scheme && row.to == self.to && codes.ends_with(row.codes);
         let row = ROWS.iter().find(is_row).filter(|_| weight.shape().rank() == 2);
@@ -205,7 +205,7 @@ impl Keeping<'_> {
     }
 
     /// What the new configuration says of a weight.
-    fn stored(&self, weight: &Quantized<'_>, module: &str) -> Result<Stored, String> {
+    fn stored(&self, weight: &Quantized, module: &str) -> Result<Stored, String> {
         let refused = |what: String| Err(format!("expected {what}"));
         match weight.scheme {
             "nvfp4" => {
@@ -263,13 +263,7 @@ impl Keeping<'_> {
     }
 
     /// A tensor of the new form; `None` if a weight that is stored so has none.
-    fn part(
-        &self,
-        make: Make,
-        weight: &Quantized<'_>,
-        stored: Stored,
-        module: &str,
-    ) -> Result<Option<View>, ViewError> {
+    fn part(&self, make: Make, weight: &Quantized, stored: Stored, module: &str) -> Result<Option<View>, ViewError> {
         let view = |number: usize| self.view(weight.operands[number]);
         let (is_symmetric, has_order) = match stored {
             Stored::Integers { is_symmetric, has_order, .. } => (is_symmetric, has_order),
@@ -317,7 +311,7 @@ impl Keeping<'_> {
     }
 
     /// Makes the linear layers of a stack of experts, and their biases.
-    fn experts(&mut self, stack: &Quantized<'_>) -> Result<(), String> {
+    fn experts(&mut self, stack: &Quantized) -> Result<(), String> {
         let known = STACKS.iter().find_map(|(end, words)| Some((stack.name.strip_suffix(end)?, words)));
         let (before, words) = known.ok_or("expected the experts of gpt-oss, gate_up_proj and down_proj")?;
         let bias = self.checkpoint.find(&format!("{}_bias", stack.name));
@@ -345,7 +339,7 @@ impl Keeping<'_> {
     }
 
     /// Takes note of a linear layer of an expert, whose rows take turns in a stack.
-    fn row_of_stack(&mut self, number: usize, weight: &Quantized<'_>) -> Result<(), String> {
+    fn row_of_stack(&mut self, number: usize, weight: &Quantized) -> Result<(), String> {
         let [codes, scales] = [0, 1].map(|at| self.checkpoint.tensor(weight.operands[at]));
         let module = codes.name.strip_suffix(".weight_packed").filter(|_| scales.dtype == DType::U8);
         let place = module.and_then(|module| {
@@ -378,7 +372,7 @@ impl Keeping<'_> {
             return Err(format!("expected the {experts} experts of num_local_experts, found more"));
         }
         let operand = |number: usize, at: usize| {
-            let weight = found.tensors.get(number);
+            let weight = &found.tensors[number];
             let codes = self.checkpoint.tensor(weight.operands[0]).name;
             let bias = format!("{}.bias", codes.trim_end_matches(".weight_packed"));
             let missing = || format!("{bias} is not there, and all experts of gpt_oss have one");
@@ -409,8 +403,8 @@ impl Keeping<'_> {
     /// read, as the configuration alone does not bind who wrote them.
     fn has_middle_zeros(&self) -> Result<bool, String> {
         let found = self.checkpoint.quantized();
-        let all: Vec<Quantized<'_>> = found.tensors.iter().filter(|tensor| tensor.scheme == "gptq").collect();
-        let is_middle = |weight: &Quantized<'_>| -> Result<bool, String> {
+        let all: Vec<&Quantized> = found.tensors.iter().filter(|tensor| tensor.scheme == "gptq").collect();
+        let is_middle = |weight: &&Quantized| -> Result<bool, String> {
             let view = weight.view()?;
             let Some((_, zeros, _)) = integers(&view) else { return Ok(false) };
             let bits = zeros.field.bits();
@@ -434,7 +428,7 @@ impl Keeping<'_> {
     /// `config.json` with the new form.
     fn config_json(&self, has_cache: bool) -> Json {
         let operands: HashSet<TensorId> =
-            self.checkpoint.quantized().tensors.iter().flat_map(|tensor| tensor.operands).copied().collect();
+            self.checkpoint.quantized().tensors.iter().flat_map(|tensor| &tensor.operands).copied().collect();
         let left = self
             .checkpoint
             .tensors()
@@ -547,7 +541,7 @@ fn integers(view: &View) -> Option<(&Operand, &Operand, &Operand)> {
 }
 
 /// Integers of a weight in words of 32 bits: its codes `[out, in * bits / 32]`, or its zero points `[out * bits / 32, groups]`.
-fn packed(weight: &Quantized<'_>, is_zeros: bool) -> Result<View, ViewError> {
+fn packed(weight: &Quantized, is_zeros: bool) -> Result<View, ViewError> {
     let view = weight.view()?;
     let (codes, zeros, scales) = integers(&view).expect("weights of other values were refused");
     let operand = if is_zeros { zeros } else { codes };

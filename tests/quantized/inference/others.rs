@@ -97,6 +97,6 @@ fn a_null_in_the_text_model_does_not_hide_the_configuration() {
         .noise("a.weight_scale", DType::F32, &[7, 1]);
     repository.config["text_config"] = json!({"quantization_config": null, "dtype": null, "torch_dtype": null});
     let opened = repository.open();
-    let tensor = opened.checkpoint.quantized().tensors.get(0);
-    assert_eq!((tensor.name, tensor.dtype), ("a.weight", DType::F16));
+    let tensor = &opened.checkpoint.quantized().tensors[0];
+    assert_eq!((&*tensor.name, tensor.dtype), ("a.weight", DType::F16));
 }

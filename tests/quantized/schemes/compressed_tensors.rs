@@ -386,7 +386,7 @@ fn each_module_belongs_to_one_group() {
     }
     let opened = repository.open();
     let found = opened.checkpoint.quantized();
-    let mut schemes: Vec<_> = found.tensors.iter().map(|tensor| (tensor.name, tensor.scheme)).collect();
+    let mut schemes: Vec<_> = found.tensors.iter().map(|tensor| (&*tensor.name, tensor.scheme)).collect();
     schemes.sort_unstable();
     let expected = [
         ("layers.0.attn.q.weight", "scaled_fp8"),
