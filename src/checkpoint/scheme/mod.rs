@@ -71,48 +71,37 @@ mod unrecognized;
 
 pub use quantized::{Found, Quantization, Quantized, Summary, Template, Unsupported};
 
+use self::findings::{SchemeFindings, Told};
 pub(super) use self::{comfy::MARK as FILE_MARK, stored::Stored};
-use self::{
-    findings::{SchemeFindings, Told},
-    row::{Read, Rows},
-};
 use super::problem::Problems;
 
-/// How the tensors of a scheme are found.
-enum Way {
-    /// By its rows, with what reads its configuration.
-    Rows(Rows, Read),
-    /// By code of its own.
-    Code(fn(&Stored<'_>, &mut SchemeFindings<'_>) -> Told),
-}
+/// How the tensors of a scheme are found, and what is said of them.
+type Find = fn(&Stored<'_>, &mut SchemeFindings<'_>) -> Told;
 
 /// The closed list, with the names that `plan --json` has. Where two schemes could claim one tensor, the first does.
-static SCHEMES: [(&str, Way); 13] = [
-    ("mxfp4", Way::Rows(&by_module::STACK_ROWS, by_module::read_stacks)),
-    ("pack_quantized", Way::Code(pack_quantized::find)),
-    ("nvfp4", Way::Rows(&by_module::NVFP4_ROWS, by_module::read)),
-    ("mx", Way::Rows(&by_module::MX_ROWS, by_module::read)),
-    ("scaled_fp8", Way::Rows(&fp8::SCALED_ROWS, fp8::read_scaled)),
-    ("block_fp8", Way::Rows(&fp8::BLOCK_ROWS, fp8::read_blocks)),
-    ("awq", Way::Rows(&awq::ROWS, awq::read)),
-    ("gptq", Way::Code(gptq::find)),
-    ("bitsandbytes", Way::Code(bitsandbytes::find)),
-    ("mlx", Way::Rows(&mlx::ROWS, mlx::read)),
-    ("torchao", Way::Code(torchao::find)),
-    ("comfy_fp8", Way::Rows(&comfy::ROWS, comfy::read)),
+static SCHEMES: [(&str, Find); 13] = [
+    ("mxfp4", |stored, found| row::find(&by_module::STACK_ROWS, by_module::read_stacks, stored, found)),
+    ("pack_quantized", pack_quantized::find),
+    ("nvfp4", |stored, found| row::find(&by_module::NVFP4_ROWS, by_module::read, stored, found)),
+    ("mx", |stored, found| row::find(&by_module::MX_ROWS, by_module::read, stored, found)),
+    ("scaled_fp8", |stored, found| row::find(&fp8::SCALED_ROWS, fp8::read_scaled, stored, found)),
+    ("block_fp8", |stored, found| row::find(&fp8::BLOCK_ROWS, fp8::read_blocks, stored, found)),
+    ("awq", |stored, found| row::find(&awq::ROWS, awq::read, stored, found)),
+    ("gptq", gptq::find),
+    ("bitsandbytes", bitsandbytes::find),
+    ("mlx", |stored, found| row::find(&mlx::ROWS, mlx::read, stored, found)),
+    ("torchao", torchao::find),
+    ("comfy_fp8", |stored, found| row::find(&comfy::ROWS, comfy::read, stored, found)),
     // The last: it names what no other has taken.
-    ("rest", Way::Code(unrecognized::find)),
+    ("rest", unrecognized::find),
 ];
 
 /// Finds everything that is stored quantized by a known scheme.
 pub(super) fn find(stored: &Stored<'_>, problems: &mut Problems) -> Found {
     let mut found = SchemeFindings::new(stored, problems);
-    for (scheme, way) in &SCHEMES {
+    for (scheme, find) in &SCHEMES {
         found.scheme = scheme;
-        let told = match way {
-            Way::Rows(rows, read) => row::find(rows, *read, stored, &mut found),
-            Way::Code(find) => find(stored, &mut found),
-        };
+        let told = find(stored, &mut found);
         found.found.schemes.extend(told.map(|(text, details)| Summary { scheme, text, details }));
     }
     if found.has_tensors() {
