@@ -7,6 +7,7 @@ use ckfs_format::safetensors::Header;
 use ckfs_source::{
     FileId, FoundFile, Opened, Source, SourceError, permission::DirectoryRules, pin_files, remote::RemoteTree,
 };
+use parking_lot::Mutex;
 
 use super::{
     adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterFiles, is_adapter_file, not_a_model, read_adapter},
@@ -24,20 +25,18 @@ use super::{
     header::{self, read_header},
     index::Index,
     json::{self, io_error, parsed},
-    listing::{self, Listed, Opening},
+    listing::{self, Listed},
     locate::{Located, locate},
     options::{OpenOptions, Unfinished},
-    orbax::{self, ChunkSource, DecodedFile, OrbaxContents},
+    orbax::{self, ChunkSource, DecodedFile},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
-    promised,
-    ranks::{self, RankFiles},
+    promised, ranks,
     remote_tree::CachedTree,
     repository::{Adapter, Checkpoint, OpenedRepository},
     safetensors,
     scheme::{self, Quantization, Stored},
     sets::incomplete_sets,
     table::TensorTable,
-    tied::ComparedHeads,
     torch,
     tree::{LocalTree, OpenTree},
     versions::Versions,
@@ -177,8 +176,8 @@ fn open_alone(
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);
-    let listed = Listed { path: name, role: FileRole::Weights, size_bytes, state: Opening::Nothing };
-    let chosen = ChosenFiles::new(located, (vec![listed], vec![0]), Chosen::Unknown, more);
+    let listed = Listed::new(name, FileRole::Weights, size_bytes);
+    let chosen = ChosenFiles::new(located, (vec![listed], vec![0]), Box::new(read_file), more);
     chosen.build(vec![opened], options, Problems::default())
 }
 
@@ -244,24 +243,38 @@ fn open_folder(mut folder: Folder, options: &OpenOptions, more: MoreFiles) -> Re
         }
         None => None,
     };
-    let dialect = match (ranks, found) {
+    let mut index_metadata = None;
+    let read: Read<'_> = match (ranks, found) {
         (Some(ranks), _) => {
             ranks.choose(&mut folder);
-            Chosen::Ranks(ranks)
+            Box::new(move |files, _, options, problems| ranks.read(files, options.training_state, problems))
         }
         // A directory without weights is refused there.
-        (None, Some(Container::Safetensors) | None) => Chosen::Safetensors(safetensors::choose(&mut folder, index)?),
+        (None, Some(Container::Safetensors) | None) => {
+            let index = safetensors::choose(&mut folder, index)?;
+            index_metadata = index.as_ref().and_then(|(_, index)| index.metadata.clone());
+            Box::new(move |files, _, options, problems| {
+                let contents = safetensors::read(files, index.as_ref(), (options.duplicates, false), problems);
+                counted(contents, index.is_some(), files, problems)
+            })
+        }
         (None, Some(Container::Torch)) => {
             torch::choose(&mut folder, index.as_ref())?;
-            Chosen::Torch(index)
+            index_metadata = index.as_ref().and_then(|(_, index)| index.metadata.clone());
+            Box::new(move |files, _, OpenOptions { training_state, duplicates, .. }, problems| {
+                let contents = torch::read(files, index.as_ref(), (*training_state, *duplicates), problems);
+                counted(contents, index.is_some(), files, problems)
+            })
         }
         (None, Some(Container::Gguf)) => {
             gguf::choose(&mut folder)?;
-            Chosen::Gguf
+            Box::new(|files, source, options, problems| {
+                counted(gguf::read(files, source, options.config_from.is_some(), problems), false, files, problems)
+            })
         }
         (None, Some(Container::Dcp | Container::Orbax | Container::Ranks)) => {
             dcp::choose(&mut folder);
-            Chosen::Dcp
+            Box::new(|files, _, options, problems| dcp::read(files, options.training_state, problems))
         }
     };
     refuse_adapter(&mut folder)?;
@@ -270,8 +283,8 @@ fn open_folder(mut folder: Folder, options: &OpenOptions, more: MoreFiles) -> Re
     folder.problems = of_download(&folder.located, take(&mut folder.problems), found, &folder.files);
     let (weights, opened) = folder.open_files(more.count())?;
     let Folder { located, files, directories, warnings, problems, .. } = folder;
-    let chosen =
-        ChosenFiles { located, files, weights, dialect, config_text, modelopt_text, more, directories, warnings };
+    let chosen = ChosenFiles::new(located, (files, weights), read, more);
+    let chosen = ChosenFiles { index_metadata, config_text, modelopt_text, directories, warnings, ..chosen };
     let opened = chosen.build(opened, options, problems)?;
     opened.completed(companion)
 }
@@ -313,7 +326,7 @@ fn open_orbax(
     more: MoreFiles,
 ) -> Result<Checkpoint, CheckpointError> {
     let found = orbax::read(tree, options.training_state, options.unfinished == Unfinished::Read);
-    let found = found.map_err(|problems| refusal(&located.label, problems))?;
+    let mut found = found.map_err(|problems| refusal(&located.label, problems))?;
     let opened = tree.open_files(&found.paths, more.count())?;
     let directories = tree.directories(&found.paths);
     let mut numbered: Vec<(usize, &String)> = found.paths.iter().enumerate().collect();
@@ -322,67 +335,17 @@ fn open_orbax(
     for (place, (id, _)) in numbered.iter().enumerate() {
         weights[*id] = place;
     }
-    let listed = |(_, path): (usize, &String)| Listed {
-        path: path.clone(),
-        role: FileRole::Weights,
-        size_bytes: 0,
-        state: Opening::Nothing,
-    };
+    let listed = |(_, path): (usize, &String)| Listed::new(path.clone(), FileRole::Weights, 0);
     let files = (numbered.into_iter().map(listed).collect(), weights);
-    let chosen = ChosenFiles::new(located, files, Chosen::Orbax(Box::new(found)), more);
+    let read =
+        Box::new(move |_: &PinnedFiles<'_>, source: &_, _: &_, problems: &mut _| found.contents(source, problems));
+    let chosen = ChosenFiles::new(located, files, read, more);
     let chosen = ChosenFiles { directories, ..chosen };
     chosen.build(opened, options, Problems::default())
 }
 
-/// The dialect that reads the weight files, with what decided the choice of these.
-enum Chosen<'a> {
-    /// That of a single file, by how it begins.
-    Unknown,
-    Safetensors(Option<(&'a str, Index<'a>)>),
-    Torch(Option<(&'a str, Index<'a>)>),
-    Gguf,
-    Dcp,
-    Ranks(RankFiles),
-    Orbax(Box<OrbaxContents>),
-}
-
-impl Chosen<'_> {
-    /// With `training_state`, what the optimizer keeps too.
-    fn read(
-        &mut self,
-        files: &PinnedFiles<'_>,
-        source: &Arc<dyn Source>,
-        options: &OpenOptions,
-        problems: &mut Problems,
-    ) -> Contents {
-        let OpenOptions { training_state, duplicates, .. } = *options;
-        match self {
-            Self::Unknown => read_file(files, source, options, problems),
-            Self::Gguf => {
-                counted(gguf::read(files, source, options.config_from.is_some(), problems), false, files, problems)
-            }
-            Self::Safetensors(index) => {
-                let contents = safetensors::read(files, index.as_ref(), (duplicates, false), problems);
-                counted(contents, index.is_some(), files, problems)
-            }
-            Self::Torch(index) => {
-                let contents = torch::read(files, index.as_ref(), (training_state, duplicates), problems);
-                counted(contents, index.is_some(), files, problems)
-            }
-            Self::Dcp => dcp::read(files, training_state, problems),
-            Self::Ranks(ranks) => ranks.read(files, training_state, problems),
-            Self::Orbax(found) => found.contents(source, problems),
-        }
-    }
-
-    /// The `metadata` member of the index.
-    fn index_metadata(self) -> Option<serde_json::Value> {
-        match self {
-            Self::Safetensors(index) | Self::Torch(index) => index.and_then(|(_, index)| index.metadata),
-            Self::Unknown | Self::Gguf | Self::Dcp | Self::Ranks(_) | Self::Orbax(_) => None,
-        }
-    }
-}
+/// Reads the weight files as those of their kind are.
+type Read<'a> = Box<dyn FnOnce(&PinnedFiles<'_>, &Arc<dyn Source>, &OpenOptions, &mut Problems) -> Contents + 'a>;
 
 /// Counts the numbered files that are used where no index lists them.
 fn counted(mut contents: Contents, is_indexed: bool, files: &PinnedFiles<'_>, problems: &mut Problems) -> Contents {
@@ -440,7 +403,9 @@ struct ChosenFiles<'a> {
     files: Vec<Listed>,
     /// Indices in `files`, in the order of their ids.
     weights: Vec<usize>,
-    dialect: Chosen<'a>,
+    read: Read<'a>,
+    /// The `metadata` member of the index.
+    index_metadata: Option<serde_json::Value>,
     /// The text of `config.json`, or the reason why it is not available. `None` if there is none.
     config_text: Option<Text>,
     /// The text of `hf_quant_config.json`, likewise.
@@ -453,14 +418,10 @@ struct ChosenFiles<'a> {
 
 impl<'a> ChosenFiles<'a> {
     /// These weight files and nothing else.
-    fn new(
-        located: Located,
-        (files, weights): (Vec<Listed>, Vec<usize>),
-        dialect: Chosen<'a>,
-        more: MoreFiles,
-    ) -> Self {
+    fn new(located: Located, (files, weights): (Vec<Listed>, Vec<usize>), read: Read<'a>, more: MoreFiles) -> Self {
+        let (config_text, modelopt_text, index_metadata) = (None, None, None);
         let (directories, warnings) = (Vec::new(), Vec::new());
-        Self { located, files, weights, dialect, config_text: None, modelopt_text: None, more, directories, warnings }
+        Self { located, files, weights, read, index_metadata, config_text, modelopt_text, more, directories, warnings }
     }
 
     /// Adds the weights of adapters to the files.
@@ -491,15 +452,14 @@ impl<'a> ChosenFiles<'a> {
         }
         let source = pin(opened, options, &mut problems)?;
         let pinned = PinnedFiles { files: &self.files, weights: &self.weights, source: &*source };
-        let mut contents = self.dialect.read(&pinned, &source, options, &mut problems);
+        let mut contents = (self.read)(&pinned, &source, options, &mut problems);
         let files = repo_files(&pinned, &contents.unused);
         let (mut table, mut partial) = (take(&mut contents.table), take(&mut contents.partial));
         self.warnings.append(&mut contents.warnings);
-        let index_metadata = self.dialect.index_metadata();
         let (pinned, mut decoded) = (source.file_count(), take(&mut contents.decoded));
         let mut replaced = hashbrown::HashMap::new();
         if let Some(versions) = versions {
-            let of_base = (&*source, first, index_metadata.as_ref());
+            let of_base = (&*source, first, self.index_metadata.as_ref());
             (table, replaced) = versions.apply(of_base, table, &mut decoded, &mut problems);
             partial.extend(replaced.values());
         }
@@ -554,7 +514,6 @@ impl<'a> ChosenFiles<'a> {
             label,
             revision,
             contents,
-            index_metadata,
             quantized,
             adapters,
             pinned,
@@ -563,7 +522,7 @@ impl<'a> ChosenFiles<'a> {
             replaced,
             lacks_named,
             directories: self.directories,
-            compared: ComparedHeads::default(),
+            compared: Mutex::default(),
         };
         Ok(Checkpoint {
             source,

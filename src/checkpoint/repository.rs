@@ -10,6 +10,7 @@ use std::{
 use ckfs_source::{FileId, Source, permission::DirectoryRules};
 use ckfs_tensor::{TensorId, View};
 use hashbrown::{HashMap, HashSet};
+use parking_lot::Mutex;
 
 use super::{
     choose::CONFIG,
@@ -25,7 +26,7 @@ use super::{
     promised,
     scheme::{FILE_MARK, Found, Quantization, Quantized, Summary, members},
     table::{Storage, TensorInfo, TensorTable},
-    tied::{self, ComparedHeads},
+    tied,
 };
 
 /// An adapter beside the repository. Its tensors are hidden until a view requests them.
@@ -66,7 +67,6 @@ pub(super) struct OpenedRepository {
     pub(super) revision: Option<String>,
     /// What the weight files hold, without the table and the decoded files.
     pub(super) contents: Contents,
-    pub(super) index_metadata: Option<serde_json::Value>,
     pub(super) quantized: Arc<Found>,
     pub(super) adapters: Vec<Adapter>,
     /// Number of pinned files, and the files after them, which the source decodes.
@@ -80,8 +80,9 @@ pub(super) struct OpenedRepository {
     pub(super) lacks_named: bool,
     /// Directories of the repository with the gates before them. Its own directory, called "", is the first.
     pub(super) directories: Vec<(String, DirectoryRules)>,
-    /// Output heads that were compared with the embedding.
-    pub(super) compared: ComparedHeads,
+    /// Output heads that were compared with the embedding, here or in what was derived from the same checkpoint: by the ids of both,
+    /// whether they are equal.
+    pub(super) compared: Mutex<HashMap<(TensorId, TensorId), bool>>,
 }
 
 /// The tensor that every checkpoint of Megatron has, and no repository.
@@ -326,11 +327,6 @@ impl Checkpoint {
         ids.map(|id| (id, self.tensor(id)))
     }
 
-    /// Output heads that were compared with the embedding, here or in what was derived from the same checkpoint.
-    pub(super) fn compared_heads(&self) -> &ComparedHeads {
-        &self.opened.compared
-    }
-
     /// All adapters.
     pub fn adapters(&self) -> &[Adapter] {
         &self.opened.adapters
@@ -497,11 +493,6 @@ impl Checkpoint {
     /// Whether the index names tensors that no file has, which the user accepts.
     pub fn lacks_named(&self) -> bool {
         self.opened.lacks_named
-    }
-
-    /// The `metadata` member of the index, if there is one.
-    pub fn index_metadata(&self) -> Option<&serde_json::Value> {
-        self.opened.index_metadata.as_ref()
     }
 
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.

@@ -124,7 +124,6 @@ fn an_indexed_repository() {
     assert_eq!(checkpoint.tensor(checkpoint.find("c").unwrap()).span().len(), 2);
     assert_eq!(checkpoint.find("e"), None);
     assert_eq!(checkpoint.config().unwrap()["model_type"], "llama");
-    assert_eq!(checkpoint.index_metadata().unwrap()["total_size"], 8);
     assert_eq!(checkpoint.file_metadata(FileId(0)), [("format".to_owned(), "pt".to_owned())]);
     let ignored = |path, reason| assert_eq!(role(&checkpoint, path), FileRole::Ignored(reason), "{path}");
     ignored("consolidated.safetensors", IgnoreReason::SecondCopy);
@@ -265,7 +264,7 @@ fn a_single_file_and_a_link_to_one() {
         let checkpoint = Checkpoint::open(repo.path(name).to_str().unwrap(), &OpenOptions::default()).unwrap();
         assert_eq!(names(&checkpoint), ["a"]);
         assert_eq!(checkpoint.files()[0].path, name);
-        assert!(checkpoint.config().is_none() && checkpoint.index_metadata().is_none());
+        assert!(checkpoint.config().is_none());
     }
 }
 
@@ -478,7 +477,7 @@ fn links_that_leave_the_repository() {
     let [(checkpoint, warnings), (followed, no_warnings)] = with_links(&repo);
     // Without the index all weight files are used.
     assert_eq!(names(&checkpoint), ["a", "b"]);
-    assert!(checkpoint.config().is_none() && checkpoint.index_metadata().is_none());
+    assert!(checkpoint.config().is_none());
     let left_out = IgnoreReason::LeavesRepository;
     for (path, expected) in [
         ("one.safetensors", FileRole::Weights),

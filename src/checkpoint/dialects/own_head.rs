@@ -58,7 +58,7 @@ impl Checkpoint {
             return Ok(None);
         };
         let (Some(id), Some(other)) = (self.find(head), self.find(embedding)) else { return Ok(None) };
-        let compared = &self.compared_heads().0;
+        let compared = &self.opened.compared;
         let known = compared.lock().get(&(id, other)).copied();
         let are_equal = known.map_or_else(|| are_equal(self.table(), &**self.source(), [id, other]), Ok)?;
         compared.lock().insert((id, other), are_equal);

@@ -1,13 +1,8 @@
 //! Whether an output head is the embedding, decided as in transformers: by `config.json`, and otherwise by the model's
 //! type. The types are data, in `tied.toml`, which a script makes from the classes of transformers.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    sync::LazyLock,
-};
+use std::{collections::BTreeMap, sync::LazyLock};
 
-use ckfs_tensor::TensorId;
-use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -49,10 +44,6 @@ pub(crate) struct Tie {
     /// The effective value.
     pub(crate) tied: bool,
 }
-
-/// What was compared already, by the ids of head and embedding: whether they are equal.
-#[derive(Debug, Default)]
-pub(crate) struct ComparedHeads(pub(crate) Mutex<HashMap<(TensorId, TensorId), bool>>);
 
 /// Words in the names of classes with an output head.
 const HEADED: [&str; 4] = ["LMHead", "ForCausalLM", "ForConditionalGeneration", "DoubleHeads"];

@@ -16,7 +16,7 @@ use super::super::{
     file::{FileRole, IgnoreReason},
     foreign,
     json::read_json,
-    listing::{self, Listed, Listing, Opening, leave_out_links, warn_of_weights},
+    listing::{self, Listed, Listing, leave_out_links, warn_of_weights},
     locate::Located,
     options::OpenOptions,
     problem::{CheckpointError, Problems},
@@ -116,7 +116,7 @@ impl Folder {
             if let Some(found) = foreign::lfs_pointer(&text, is_remote) {
                 self.warnings.push(format!("{:?}: left out: {found}", file.path));
                 file.role = FileRole::Ignored(IgnoreReason::LfsPointer);
-                file.state = Opening::Nothing;
+                file.opened = None;
             }
         }
         Ok(())
@@ -154,7 +154,8 @@ impl Folder {
         check_open_file_limit(each * (weights.len() + others.len()) + more)?;
         let mut opened = Vec::with_capacity(weights.len() + others.len());
         for place in weights.iter().chain(&others) {
-            opened.extend(files[*place].take(self.root.as_ref(), &self.fetches)?);
+            files[*place].open(self.root.as_ref(), &self.fetches)?;
+            opened.extend(files[*place].opened.take());
         }
         Ok((weights, opened))
     }

@@ -226,7 +226,6 @@ fn has_extension(name: &str, extension: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::listing::Opening;
 
     #[test]
     fn files_are_known_by_how_they_begin() {
@@ -266,12 +265,7 @@ mod tests {
 
     #[test]
     fn directories_are_known_by_their_files() {
-        let listed = |path: &&str| Listed {
-            path: (*path).to_owned(),
-            role: FileRole::Other,
-            size_bytes: 1,
-            state: Opening::Nothing,
-        };
+        let listed = |path: &&str| Listed::new((*path).to_owned(), FileRole::Other, 1);
         let text = |paths: &[&str]| of_files(&paths.iter().map(listed).collect::<Vec<_>>()).unwrap_or_default();
         assert_eq!(text(&[]), "the directory is empty");
         assert!(text(&["model.ckpt.index", "model.ckpt.data-00000-of-00001"]).contains("TensorFlow"));

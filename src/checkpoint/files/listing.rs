@@ -30,22 +30,20 @@ pub(crate) struct Listed {
     pub(crate) path: String,
     pub(crate) role: FileRole,
     pub(crate) size_bytes: u64,
-    pub(crate) state: Opening,
-}
-
-/// How far a file was opened.
-pub(crate) enum Opening {
-    /// There is nothing to open.
-    Nothing,
-    Found(FoundFile),
-    Opened(Opened),
+    /// The file, until it is opened.
+    pub(crate) found: Option<FoundFile>,
+    pub(crate) opened: Option<Opened>,
 }
 
 impl Listed {
+    /// A file of which there is nothing to open.
+    pub(crate) fn new(path: String, role: FileRole, size_bytes: u64) -> Self {
+        Self { path, role, size_bytes, found: None, opened: None }
+    }
+
     /// The file outside the repository that a symbolic link leads to.
     pub(crate) fn outside(&self) -> Option<&Path> {
-        let Opening::Found(found) = &self.state else { return None };
-        (!found.is_inside()).then(|| found.real())
+        self.found.as_ref().filter(|found| !found.is_inside()).map(FoundFile::real)
     }
 
     /// Opens the file, if it was not opened yet; `fetches` notes the wait.
@@ -54,26 +52,12 @@ impl Listed {
         root: Option<&Arc<RootDir>>,
         fetches: &WaitRegistry,
     ) -> Result<Option<&Opened>, SourceError> {
-        self.state = match std::mem::replace(&mut self.state, Opening::Nothing) {
-            Opening::Found(found) => {
-                let path = root.map_or_else(|| PathBuf::from(&self.path), |root| root.path().join(&self.path));
-                let _opening = fetches.begin_path(&path, "open");
-                Opening::Opened(found.open(root)?)
-            }
-            state @ (Opening::Opened(_) | Opening::Nothing) => state,
-        };
-        Ok(if let Opening::Opened(opened) = &self.state { Some(opened) } else { None })
-    }
-
-    /// Takes the open file; `fetches` notes the wait, if it was not opened yet.
-    pub(crate) fn take(
-        &mut self,
-        root: Option<&Arc<RootDir>>,
-        fetches: &WaitRegistry,
-    ) -> Result<Option<Opened>, SourceError> {
-        self.open(root, fetches)?;
-        let state = std::mem::replace(&mut self.state, Opening::Nothing);
-        Ok(if let Opening::Opened(opened) = state { Some(opened) } else { None })
+        if let Some(found) = self.found.take() {
+            let path = root.map_or_else(|| PathBuf::from(&self.path), |root| root.path().join(&self.path));
+            let _opening = fetches.begin_path(&path, "open");
+            self.opened = Some(found.open(root)?);
+        }
+        Ok(self.opened.as_ref())
     }
 }
 
@@ -107,7 +91,7 @@ pub(crate) fn leave_out_links(files: &mut [Listed], warnings: &mut Vec<String>, 
             quoted(&target)
         ));
         file.role = FileRole::Ignored(IgnoreReason::LeavesRepository);
-        file.state = Opening::Nothing;
+        file.found = None;
         file.size_bytes = 0;
     }
 }
@@ -140,8 +124,8 @@ pub(crate) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
         directories.extend(file.path.match_indices('/').map(|(end, _)| &file.path[..end]));
         let found = FoundFile::cached(tree.remote(place)?)
             .map_err(|error| io_error(tree.repository().name_of(file), "open its entry in the cache", error))?;
-        let (path, size_bytes, state) = (file.path.clone(), file.size_bytes, Opening::Found(found));
-        listing.files.push(Listed { path, role: FileRole::Other, size_bytes, state });
+        let listed = Listed::new(file.path.clone(), FileRole::Other, file.size_bytes);
+        listing.files.push(Listed { found: Some(found), ..listed });
     }
     listing.directories = directories.iter().map(|path| ((*path).to_owned(), private_directory())).collect();
     listing.files.sort_by(|left, right| left.path.cmp(&right.path));
@@ -176,17 +160,13 @@ fn walk(
             }
             Err(name) => {
                 let path = format!("{prefix}{}", name.to_string_lossy());
-                let role = FileRole::Ignored(IgnoreReason::NotUtf8);
-                listing.files.push(Listed { path, role, size_bytes: 0, state: Opening::Nothing });
+                listing.files.push(Listed::new(path, FileRole::Ignored(IgnoreReason::NotUtf8), 0));
                 continue;
             }
         };
         let path = format!("{prefix}{name}");
         let own = entry.file_type().map_err(with_path)?;
-        let mut add = |role, size_bytes, state| {
-            listing.files.push(Listed { path: path.clone(), role, size_bytes, state });
-        };
-        let mut ignore = |reason| add(FileRole::Ignored(reason), 0, Opening::Nothing);
+        let mut ignore = |reason| listing.files.push(Listed::new(path.clone(), FileRole::Ignored(reason), 0));
         if own.is_dir() {
             if matches!(name.as_str(), ".git" | ".cache") {
                 ignore(IgnoreReason::Bookkeeping);
@@ -206,7 +186,8 @@ fn walk(
             Err(error) => return Err(with_path(error)),
             Ok(found) if found.metadata().is_dir() => ignore(IgnoreReason::LinkedDirectory),
             Ok(found) if found.metadata().is_file() => {
-                add(FileRole::Other, found.metadata().len(), Opening::Found(found));
+                let listed = Listed::new(path, FileRole::Other, found.metadata().len());
+                listing.files.push(Listed { found: Some(found), ..listed });
             }
             Ok(_) => ignore(IgnoreReason::Special),
         }
