@@ -11,7 +11,7 @@ use std::{
 
 use ckfs_source::{SourceError, WaitRegistry};
 
-use super::step_tree::{Measure, Measuring, SMALL_BYTES_MAX, StepTree};
+use super::step_tree::{Measure, SMALL_BYTES_MAX, StepTree};
 use crate::{
     OpenOptions,
     json::io_error,
@@ -36,7 +36,7 @@ impl LocalSteps {
         if path.is_empty() { self.root.clone() } else { self.root.join(path) }
     }
 
-    fn walk(&self, directory: &str, depth: usize, found: &mut Measuring) -> Result<(), SourceError> {
+    fn walk(&self, directory: &str, depth: usize, found: &mut Measure) -> Result<(), SourceError> {
         let place = self.at(directory);
         let looking = self.fetches.begin_path(&place, "list");
         let own = fs::symlink_metadata(&place).map_err(|error| io_error(&place, "stat", error))?;
@@ -60,7 +60,7 @@ impl LocalSteps {
 }
 
 /// Adds a file or a directory to a measure.
-fn add(found: &mut Measuring, path: &str, meta: &fs::Metadata, is_file: bool) {
+fn add(found: &mut Measure, path: &str, meta: &fs::Metadata, is_file: bool) {
     let seconds = Duration::from_secs(u64::try_from(meta.ctime()).unwrap_or(0));
     let nanoseconds = Duration::from_nanos(u64::try_from(meta.ctime_nsec()).unwrap_or(0));
     let changed = SystemTime::UNIX_EPOCH + seconds + nanoseconds;

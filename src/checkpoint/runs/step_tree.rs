@@ -22,13 +22,13 @@ pub struct Measure {
     /// A digest of names, lengths, times and identities: two that are equal are of the same files in the same state.
     pub stamp: u64,
     /// The same of each file and directory: a digest of its path, and one of its state. Sorted.
-    parts: Arc<[(u64, u64)]>,
+    parts: Arc<Vec<(u64, u64)>>,
 }
 
 impl Measure {
     /// Nothing yet.
-    pub(super) fn begin() -> Measuring {
-        Measuring { bytes: 0, files: 0, changed: SystemTime::UNIX_EPOCH, parts: Vec::new() }
+    pub(super) fn begin() -> Self {
+        Self { bytes: 0, files: 0, changed: SystemTime::UNIX_EPOCH, stamp: 0, parts: Arc::default() }
     }
 
     /// Whether all files of an earlier measure are there as they were. There may be more.
@@ -38,34 +38,23 @@ impl Measure {
 
     /// A measure of one file in this state, for tests.
     pub fn of_state(state: u64) -> Self {
-        let mut measuring = Self::begin();
-        measuring.add("file", Some(1), SystemTime::UNIX_EPOCH, &[state]);
-        measuring.end()
+        let mut measure = Self::begin();
+        measure.add("file", Some(1), SystemTime::UNIX_EPOCH, &[state]);
+        measure.end()
     }
-}
 
-/// A [`Measure`] that grows.
-#[derive(Debug)]
-pub(super) struct Measuring {
-    bytes: u64,
-    files: u64,
-    changed: SystemTime,
-    parts: Vec<(u64, u64)>,
-}
-
-impl Measuring {
     /// Adds a file, or a directory, which has no length.
     pub(super) fn add(&mut self, path: &str, len_bytes: Option<u64>, changed: SystemTime, state: &[u64]) {
         self.changed = self.changed.max(changed);
         self.bytes = self.bytes.saturating_add(len_bytes.unwrap_or(0));
         self.files += u64::from(len_bytes.is_some());
-        self.parts.push((digest(path), digest((len_bytes, state))));
+        Arc::make_mut(&mut self.parts).push((digest(path), digest((len_bytes, state))));
     }
 
-    pub(super) fn end(mut self) -> Measure {
-        self.parts.sort_unstable();
-        let Self { bytes, files, changed, parts } = self;
-        Measure { bytes, files, changed, stamp: digest(&parts), parts: parts.into() }
+    /// This measure, of all that was added.
+    pub(super) fn end(mut self) -> Self {
+        Arc::make_mut(&mut self.parts).sort_unstable();
+        Self { stamp: digest(&self.parts), ..self }
     }
 }
 
