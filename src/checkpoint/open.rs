@@ -504,7 +504,7 @@ impl<'a> ChosenFiles<'a> {
             Arc::new(average.merges(shown, &self.located.label, &mut problems, &mut self.warnings))
         });
         self.warnings.extend(problems.warnings());
-        let lacks_named = problems.accepted_missing();
+        let lacks_named = problems.missing.count > 0;
         // Without an index, what is missing shows when the files that are there are read.
         let problems = of_download(&self.located, problems, self.weights.len(), &self.files);
         problems.refuse(&self.located.label)?;

@@ -3,13 +3,10 @@
 
 use std::borrow::Cow;
 
-/// Characters that change the direction of text.
-const fn turns(character: char) -> bool {
-    matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-}
-
+/// Whether a character controls a terminal, ends a line (2028, 2029) or changes the direction of text.
 fn is_hidden(character: char) -> bool {
-    character.is_control() || turns(character) || matches!(character, '\u{2028}' | '\u{2029}')
+    character.is_control()
+        || matches!(character, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
 /// The text on one line. Characters that control a terminal, or are invisible, are written as `\n`, `\t` or `\u{1b}`.

@@ -439,9 +439,11 @@ pub(super) struct Problems {
     list: Vec<Problem>,
     more: usize,
     allow_missing: Accepted,
-    allow_unmapped: Accepted,
-    /// Tensors that were accepted.
-    missing: Expected,
+    /// Tensors that are accepted although the index does not name them.
+    pub(super) allow_unmapped: Accepted,
+    /// Tensors that were accepted although no file has them.
+    pub(super) missing: Expected,
+    /// Those that were accepted although the index does not name them.
     unmapped: Expected,
 }
 
@@ -483,11 +485,6 @@ impl Problems {
         self.push(Problem::of_file(file, what));
     }
 
-    /// Whether a tensor is accepted although the index does not name it.
-    pub(super) fn accepts_unmapped(&self, name: &str) -> bool {
-        self.allow_unmapped.accepts(name)
-    }
-
     /// Accepts that all of these tensors are missing, or none of them. Returns whether it does.
     pub(super) fn accept_missing<'a>(&mut self, names: impl Iterator<Item = &'a str> + Clone) -> bool {
         let all = names.clone().all(|name| self.allow_missing.accepts(name));
@@ -495,11 +492,6 @@ impl Problems {
             names.for_each(|name| self.missing.add(name));
         }
         all
-    }
-
-    /// Whether some tensor is accepted that no file has.
-    pub(super) fn accepted_missing(&self) -> bool {
-        self.missing.count > 0
     }
 
     /// Warnings of what was accepted.

@@ -109,7 +109,7 @@ fn leave_out_unnamed(
     problems: &Problems,
     copies: &mut Copies,
 ) {
-    let unnamed = rows.iter().filter(|(name, _)| !named.contains_key(name) && !problems.accepts_unmapped(name));
+    let unnamed = rows.iter().filter(|(name, _)| !named.contains_key(name) && !problems.allow_unmapped.accepts(name));
     let unnamed: Vec<&Row<'_>> = unnamed.collect();
     if unnamed.is_empty() || rule == Some(Duplicates::Refuse) {
         return;
