@@ -16,10 +16,10 @@ use super::{
     choose::CONFIG,
     companion::Companion,
     composed::Composed,
-    container::{Container, Contents, LeftOut, SavedTree},
+    container::{Container, Contents},
     dialect::Dialect,
     file::{FileRole, IgnoreReason, RepoFile},
-    merges::{Merge, Merges},
+    merges::Merges,
     orbax::DecodedFile,
     prefix,
     problem::{CheckpointError, Problems},
@@ -57,18 +57,20 @@ pub struct Checkpoint {
     pub(super) merges: Option<Arc<Merges>>,
     /// The quantized tensors, if their codes are shown in another form than the stored one.
     pub(super) recoded: Option<Arc<Found>>,
-    pub(super) opened: Arc<OpenedRepository>,
+    /// What is the same in everything that is derived from it.
+    pub opened: Arc<OpenedRepository>,
 }
 
 /// What is the same in everything that is derived from one opened repository.
-pub(super) struct OpenedRepository {
+pub struct OpenedRepository {
     pub(super) root: PathBuf,
     pub(super) label: String,
     pub(super) revision: Option<String>,
     /// What the weight files hold, without the table and the decoded files.
-    pub(super) contents: Contents,
+    pub contents: Contents,
     pub(super) quantized: Arc<Found>,
-    pub(super) adapters: Vec<Adapter>,
+    /// All adapters.
+    pub adapters: Vec<Adapter>,
     /// Number of pinned files, and the files after them, which the source decodes.
     pub(super) pinned: usize,
     pub(super) decoded: Arc<[DecodedFile]>,
@@ -77,9 +79,10 @@ pub(super) struct OpenedRepository {
     /// Decoded files of tensors that differ from those of a base, and the files where the base has them.
     pub(super) replaced: HashMap<FileId, FileId>,
     /// Whether the index names tensors that no file has, which the user accepts.
-    pub(super) lacks_named: bool,
-    /// Directories of the repository with the gates before them. Its own directory, called "", is the first.
-    pub(super) directories: Vec<(String, DirectoryRules)>,
+    pub lacks_named: bool,
+    /// The directories of the repository that have files, relative to it, each with the users that its permissions
+    /// admit. The first one is its own, called "". Empty if the checkpoint is a single file.
+    pub directories: Vec<(String, DirectoryRules)>,
     /// Output heads that were compared with the embedding, here or in what was derived from the same checkpoint: by the ids of both,
     /// whether they are equal.
     pub(super) compared: Mutex<HashMap<(TensorId, TensorId), bool>>,
@@ -315,21 +318,11 @@ impl Checkpoint {
         self.merges.as_deref()
     }
 
-    /// What a merged adapter makes of a tensor, if anything.
-    pub fn merge_of(&self, id: TensorId) -> Option<&Merge> {
-        self.merges.as_ref()?.of(id)
-    }
-
     /// The tensors of an adapter, under its own names.
     pub fn of_adapter(&self, adapter: &Adapter) -> impl Iterator<Item = (TensorId, TensorInfo<'_>)> {
         let file = adapter.file;
         let ids = self.table.stored_ids().filter(move |id| self.file_of(*id) == file);
         ids.map(|id| (id, self.tensor(id)))
-    }
-
-    /// All adapters.
-    pub fn adapters(&self) -> &[Adapter] {
-        &self.opened.adapters
     }
 
     /// The adapter in a directory, if the checkpoint was opened with it.
@@ -381,12 +374,6 @@ impl Checkpoint {
     /// Warnings about the choice of files.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
-    }
-
-    /// The directories of the repository that have files, relative to it, each with the users that its permissions
-    /// admit. The first one is its own, called "". Empty if the checkpoint is a single file.
-    pub fn directories(&self) -> &[(String, DirectoryRules)] {
-        &self.opened.directories
     }
 
     /// The source of bytes. All readable files of the repository are pinned in it.
@@ -447,16 +434,6 @@ impl Checkpoint {
         prefix::proposed_rename(&names)
     }
 
-    /// What the files of weights hold besides tensors. It is not shown.
-    pub fn left_out(&self) -> &[LeftOut] {
-        &self.opened.contents.left_out
-    }
-
-    /// Why the tensors have no names of a repository, where their container has names of its own.
-    pub fn unnamed(&self) -> Option<&str> {
-        self.opened.contents.unnamed.as_deref()
-    }
-
     /// The tensor table.
     pub fn table(&self) -> &TensorTable {
         &self.table
@@ -490,21 +467,6 @@ impl Checkpoint {
         self.config.as_ref()
     }
 
-    /// Whether the index names tensors that no file has, which the user accepts.
-    pub fn lacks_named(&self) -> bool {
-        self.opened.lacks_named
-    }
-
-    /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
-    pub fn scan_layers(&self) -> Option<bool> {
-        self.opened.contents.scan_layers
-    }
-
-    /// What the tree that a trainer saved has besides the names of the tensors.
-    pub fn saved_tree(&self) -> &SavedTree {
-        &self.opened.contents.tree
-    }
-
     /// Whether every tensor of a weight file is the model's. Another file is never given out as it is.
     pub fn is_whole(&self, file: FileId) -> bool {
         !self.partial.contains(&file)
@@ -532,11 +494,6 @@ impl Checkpoint {
         let shown: HashSet<TensorId> =
             if found.tensors.is_empty() { HashSet::new() } else { self.tensors().map(|(id, _)| id).collect() };
         found.tensors.iter().filter(move |tensor| shown.contains(&tensor.operands[0]))
-    }
-
-    /// The stored tensors that these are decoded from: codes and operands.
-    pub fn raw_operands(&self) -> impl Iterator<Item = TensorId> {
-        self.raw().flat_map(|tensor| tensor.operands.iter().copied())
     }
 
     /// Whether the codes of all quantized tensors have the names that the tensors have when decoded.

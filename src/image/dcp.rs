@@ -58,7 +58,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         }
         let metadata = move || FileContent::generated(Arc::<DcpMetadata>::clone(files.metadata()));
         directory.file(".metadata", LazyFile::new(metadata, DerivedFrom::Tensors));
-        let companions = if input.is_whole() { &input.checkpoint.saved_tree().companions[..] } else { &[] };
+        let companions = if input.is_whole() { &input.checkpoint.opened.contents.tree.companions[..] } else { &[] };
         for (name, file) in companions {
             directory.add(name, unchanged(&input, *file));
         }

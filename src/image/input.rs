@@ -47,7 +47,7 @@ impl FormatInput {
     /// What goes with the tensors of a source of this kind into a format of the same kind.
     pub(super) fn objects(&self, container: Container) -> impl Iterator<Item = (&String, &Arc<[u8]>)> {
         let passes = self.checkpoint.container() == container && self.is_whole();
-        self.checkpoint.saved_tree().objects.iter().filter(move |_| passes)
+        self.checkpoint.opened.contents.tree.objects.iter().filter(move |_| passes)
     }
 
     /// When the newest source file was modified.

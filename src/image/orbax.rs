@@ -95,7 +95,7 @@ impl Arrays {
     /// What the tree in the source has that the names of arrays do not tell. A program then restores them into its own tree, as
     /// from the source.
     fn saved(&self) -> Saved {
-        let tree = self.input.checkpoint.saved_tree();
+        let tree = &self.input.checkpoint.opened.contents.tree;
         let keys = |array| {
             let keys = tree.keys.get(&self.tensor(array).name)?;
             // Another name, such as one with an escaped character, has other keys.

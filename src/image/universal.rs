@@ -24,7 +24,7 @@ const LATEST: &str = "latest_universal";
 
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     let (checkpoint, mut directory) = (&input.checkpoint, Directory::default());
-    let files = &checkpoint.saved_tree().universal;
+    let files = &checkpoint.opened.contents.tree.universal;
     let view = |tensor: &ckfs_plan::PlannedTensor| (tensor.name.clone(), tensor.view.clone());
     let views: Arc<HashMap<String, View>> = Arc::new(input.plan.bundle().map(view).collect());
     let is_stored = |(name, view): (&String, &View)| {
@@ -65,7 +65,7 @@ struct ArchiveFile {
 
 impl ArchiveFile {
     fn file(&self) -> &UniversalFile {
-        &self.input.checkpoint.saved_tree().universal[&self.path]
+        &self.input.checkpoint.opened.contents.tree.universal[&self.path]
     }
 
     /// The view of a stored tensor that is not shown.

@@ -55,7 +55,11 @@ impl<'a> Values<'a> {
         rules: &'a [CastRule],
         keep_f32: Option<&'a Model>,
     ) -> Self {
-        let of_raw = if request.dtype.is_some() { checkpoint.raw_operands().collect() } else { HashSet::new() };
+        let of_raw = if request.dtype.is_some() {
+            checkpoint.raw().flat_map(|tensor| tensor.operands.iter().copied()).collect()
+        } else {
+            HashSet::new()
+        };
         let (raw, kept) = (Mutex::default(), Mutex::default());
         Self { checkpoint, request, rules, keep_f32, as_loaded: false, of_raw, raw, kept }
     }
@@ -142,7 +146,7 @@ impl<'a> Values<'a> {
             Some(dtype) => view.cast(dtype).map_err(named),
             None => Ok(view),
         };
-        let shown = |view: View| match self.checkpoint.merge_of(id) {
+        let shown = |view: View| match self.checkpoint.merges().and_then(|merges| merges.of(id)) {
             Some(merge) => merge.view(view, dtype.unwrap_or(info.dtype)).map_err(named),
             None => cast(view),
         };

@@ -90,7 +90,7 @@ fn add_sources(text: &mut HashedText, checkpoint: &Checkpoint, scope: IdentitySc
         }
     }
     // The same tensors may come with them or without.
-    for (name, bytes) in &checkpoint.saved_tree().objects {
+    for (name, bytes) in &checkpoint.opened.contents.tree.objects {
         text.add(format_args!("{name:?} {}", bytes.len()));
     }
 }

@@ -118,7 +118,7 @@ fn closed() -> AccessRules {
 
 /// The gates before the repository's directory. A single file has none of its own.
 fn repository_gates(checkpoint: &Checkpoint, classes: &GateClasses) -> DirectoryRules {
-    if let Some((_, gates)) = checkpoint.directories().first() {
+    if let Some((_, gates)) = checkpoint.opened.directories.first() {
         return gates.clone();
     }
     let gates = classes.gates.first().cloned().unwrap_or_else(closed);
@@ -143,12 +143,12 @@ impl Permissions {
     ) -> Self {
         let classes = GateClasses::new(checkpoint);
         let mut of_tensors: HashSet<u32> =
-            checkpoint.adapters().iter().map(|adapter| classes.of(adapter.file)).collect();
+            checkpoint.opened.adapters.iter().map(|adapter| classes.of(adapter.file)).collect();
         let weights = checkpoint.files().iter().filter(|file| file.role == ckfs_checkpoint::FileRole::Weights);
         of_tensors.extend(weights.filter_map(|file| Some(classes.of(file.file?))));
         let weights = of_tensors.iter().copied().next().filter(|_| of_tensors.len() == 1);
         let known: HashMap<&str, &DirectoryRules> =
-            checkpoint.directories().iter().skip(1).map(|(path, gates)| (path.as_str(), gates)).collect();
+            checkpoint.opened.directories.iter().skip(1).map(|(path, gates)| (path.as_str(), gates)).collect();
         let mirrors = tree.mirrors.iter();
         let directories =
             mirrors.filter_map(|(ino, path)| Some((*ino, (*known.get(path.as_str())?).clone()))).collect();

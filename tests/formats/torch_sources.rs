@@ -71,7 +71,7 @@ fn a_directory_of_two_processes_is_a_source() {
     assert_eq!(found["model.w"], counting(15));
     let boxes = |name| checkpoint.tensor(checkpoint.find(name).unwrap()).mosaic().map(|mosaic| mosaic.boxes());
     assert_eq!((boxes("model.w"), boxes("model.b")), (Some(2), None));
-    let left_out: Vec<String> = checkpoint.left_out().iter().map(|left| left.name.clone()).collect();
+    let left_out: Vec<String> = checkpoint.opened.contents.left_out.iter().map(|left| left.name.clone()).collect();
     assert_eq!(left_out, ["optim.step", "optim.names", "optim.lr"]);
     let all = OpenOptions { training_state: true, ..OpenOptions::default() };
     let all = Checkpoint::open(dir.path().to_str().unwrap(), &all).unwrap();

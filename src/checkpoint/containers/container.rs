@@ -143,25 +143,25 @@ impl LeftOut {
 
 /// What a dialect has read.
 #[derive(Debug, Default)]
-pub(crate) struct Contents {
+pub struct Contents {
     /// The container, as the files turned out to be.
     pub(crate) container: Container,
     /// The tensors.
     pub(crate) table: TensorTable,
     /// The metadata of weight files.
     pub(crate) file_metadata: BTreeMap<FileId, Vec<(String, String)>>,
-    /// What is no tensor.
-    pub(crate) left_out: Vec<LeftOut>,
+    /// What the files of weights hold besides tensors. It is not shown.
+    pub left_out: Vec<LeftOut>,
     /// Files that the source decodes, with the ids after those of the pinned files.
     pub(crate) decoded: Vec<DecodedFile>,
     /// The configuration that the weight files tell of.
     pub(crate) config: Option<serde_json::Value>,
     /// Why the tensors have no names of a repository, where the container has names of its own.
-    pub(crate) unnamed: Option<String>,
+    pub unnamed: Option<String>,
     /// Whether the layers of a MaxText model are stacked, if the checkpoint says it.
-    pub(crate) scan_layers: Option<bool>,
-    /// What the names of the tensors do not tell.
-    pub(crate) tree: SavedTree,
+    pub scan_layers: Option<bool>,
+    /// What the tree that a trainer saved has besides the names of the tensors.
+    pub tree: SavedTree,
     /// Weight files that are not the model's after all.
     pub(crate) unused: Vec<(FileId, IgnoreReason)>,
     /// Weight files that hold tensors which are not the model's.

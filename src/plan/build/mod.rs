@@ -327,7 +327,9 @@ impl<'a> Builder<'a> {
         };
         // What a torch checkpoint leaves out is no tensor, for the most part; the source's lines list it.
         if self.original.container() == Container::Orbax {
-            self.plan.left_out.extend(fold(self.original.left_out().iter().map(|left| left.name.as_str()), &[]));
+            self.plan
+                .left_out
+                .extend(fold(self.original.opened.contents.left_out.iter().map(|left| left.name.as_str()), &[]));
         }
         drafts
     }
@@ -394,7 +396,9 @@ impl<'a> Builder<'a> {
     /// Drafts of the tensors as they are stored.
     fn draft_as_stored(&mut self, wanted: &Selection<'_>, values: &Values<'_>) -> Vec<Draft> {
         self.plan.family = stored::is_maxtext(wanted.seen()).then(|| "maxtext".to_owned());
-        self.plan.params.extend(self.original.scan_layers().map(|scan| ("scan".to_owned(), scan.to_string())));
+        self.plan
+            .params
+            .extend(self.original.opened.contents.scan_layers.map(|scan| ("scan".to_owned(), scan.to_string())));
         self.or_default(stored::drafts(wanted.seen(), values))
     }
 

@@ -126,7 +126,7 @@ impl<'a> Builder<'a> {
         }
         if selected.no_hf.is_none() && !has_files {
             let container = original.container();
-            if let (Some(reason), Layout::Hf) = (original.unnamed(), &options.layout) {
+            if let (Some(reason), Layout::Hf) = (original.opened.contents.unnamed.as_deref(), &options.layout) {
                 return Err(PlanError::of("layout", vec![reason.to_owned()]));
             }
             let reason = if container == Container::Ranks {

@@ -22,7 +22,7 @@ static TABLE: LazyLock<Table> = LazyLock::new(|| embedded_table(include_str!("ar
 
 /// The problems of arguments that say something else than `layout` assumes, or than `config.json` says.
 pub(super) fn problems(checkpoint: &Checkpoint, layout: &str) -> Vec<Problem> {
-    let Some(SavedArguments { file, values: saved }) = checkpoint.saved_tree().arguments.as_deref() else {
+    let Some(SavedArguments { file, values: saved }) = checkpoint.opened.contents.tree.arguments.as_deref() else {
         return Vec::new();
     };
     let said = |name: &str| saved.get(name).filter(|value| !says_nothing(value));

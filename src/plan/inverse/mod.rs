@@ -168,7 +168,8 @@ fn contradiction(checkpoint: &Checkpoint, options: &ViewOptions, model: &Model) 
         without.set.remove(name);
         let found = invert(checkpoint, &without, model).ok()??;
         let (_, own) = found.params.into_iter().find(|(param, _)| param == name)?;
-        let is_told = name == "scan" && checkpoint.scan_layers().is_some_and(|scan| scan.to_string() == own);
+        let is_told =
+            name == "scan" && checkpoint.opened.contents.scan_layers.is_some_and(|scan| scan.to_string() == own);
         let how = if is_told { ", as its metadata says too (scan_layers)" } else { "" };
         let file = format!("--set {name}={value}");
         let reason = format!("the tensors of the checkpoint are those of {name}={own}{how}: leave the parameter out");

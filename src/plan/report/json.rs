@@ -267,7 +267,7 @@ pub(super) fn source_json(checkpoint: &Checkpoint) -> Value {
         "root": checkpoint.root().display().to_string(),
         "revision": checkpoint.revision(),
         "container": checkpoint.container().to_string(),
-        "no_tensors": checkpoint.left_out().iter().map(|left| json!({"name": left.name, "kind": left.kind})).collect::<Vec<_>>(),
+        "no_tensors": checkpoint.opened.contents.left_out.iter().map(|left| json!({"name": left.name, "kind": left.kind})).collect::<Vec<_>>(),
         "proposed_rename": checkpoint.proposed_rename().map(|(rule, _)| rule),
         "dialect": {
             "text": dialect.to_string(),

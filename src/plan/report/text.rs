@@ -198,13 +198,13 @@ fn container_text(checkpoint: &Checkpoint, line: &mut Line<'_>) {
         let stored = if boxes == 0 { String::new() } else { format!(", some of the tensors in {boxes} boxes") };
         line("container", &format!("{}{stored}", checkpoint.container()));
     }
-    let left_out = checkpoint.left_out();
+    let left_out = &checkpoint.opened.contents.left_out;
     // Those of Orbax are tensors; the lines of each view list them.
     if !left_out.is_empty() && checkpoint.container() != Container::Orbax {
         line("no tensors", &format!("{} members of the checkpoint are not shown:", left_out.len()));
         list(line, "", NAMES_SHOWN, left_out.iter().map(|LeftOut { name, kind }| format!("{name}: {kind}")));
     }
-    let objects = &checkpoint.saved_tree().objects;
+    let objects = &checkpoint.opened.contents.tree.objects;
     if !objects.is_empty() {
         let (what, way) =
             if checkpoint.container() == Container::Orbax { ("files", "orbax") } else { ("members", "dcp") };

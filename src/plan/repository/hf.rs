@@ -102,7 +102,7 @@ pub(crate) fn plan(
         && original.quantized().stale.is_none()
         && names.text.is_none()
         && !is_converted
-        && !original.lacks_named()
+        && !original.opened.lacks_named
         && checkpoint.config() == original.config()
         && originals(original).all(|(_, _, id)| original.is_whole(id))
         && checkpoint.tensors().len() == original.tensors().len();
