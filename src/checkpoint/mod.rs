@@ -38,7 +38,7 @@ pub use composed::{Composed, ExpertPart};
 pub use container::{Container, Contents, LeftOut, ParameterFrame, SavedArguments, SavedTree, UniversalFile};
 pub use dialect::{Dialect, Experts, LayerFamily, Qkv};
 pub use file::{FileRole, IgnoreReason, RepoFile};
-pub use gguf::{GgufChange, GgufFamily, GgufKey, GgufTarget, GgufTokenizer};
+pub use gguf::{GgufChange, GgufFamily, GgufKey, GgufTables, GgufTarget, GgufTokenizer};
 pub use index::rewritten_index;
 pub use locate::hub_cache_directory;
 pub use merges::{Merge, Merges, ScaledProduct};

@@ -40,7 +40,7 @@ impl Hparams {
         own.cloned().or_else(|| match member {
             "num_key_value_heads" => self.get("num_attention_heads"),
             "num_experts" => self.get("num_local_experts"),
-            "head_dim" if self.family.head_dim_of_heads() => {
+            "head_dim" if self.family.tables.head_dim_of_heads => {
                 Some(json!(self.count("hidden_size")?.checked_div(self.count("num_attention_heads")?)?))
             }
             _ => None,

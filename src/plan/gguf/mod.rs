@@ -75,7 +75,7 @@ pub(crate) fn plan(
     let words = words_of_reranker(&tokenizer, checkpoint, card.as_deref()).map_err(problem)?;
     let ordered = tensors::ordered(checkpoint);
     let of = of.unwrap_or_else(|| tensors::own_type(&ordered));
-    let rows = tokenizer.rows().filter(|_| family.rows_of_vocabulary());
+    let rows = tokenizer.rows().filter(|_| family.tables.rows_of_vocabulary);
     let TensorsInFile { written, views, left_out, file_type } =
         TensorsInFile::of(&ordered, values, &hparams, (of, rows, words))?;
     let card = card.filter(|_| !set.contains_key(metadata::CARD));

@@ -102,7 +102,7 @@ impl TensorsInFile {
             let name = info.name.replace("language_model.", "");
             let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
             let is_beyond = layer.is_some_and(|(number, _)| number.parse().is_ok_and(|number: u64| number >= layers));
-            let is_head = hparams.family.is_tied() && name == "lm_head.weight";
+            let is_head = hparams.family.tables.is_tied && name == "lm_head.weight";
             if is_beyond || is_head || is_tower(&name) || LEFT_OUT.iter().any(|end| name.ends_with(end)) {
                 tensors.left_out.push(info.name.to_owned());
                 continue;

@@ -422,7 +422,7 @@ impl<'a> Tokenizer<'a> {
             let places = [&self.config[&member], &self.config["text_config"][&member]];
             set(*kind, places.into_iter().find(|value| !value.is_null()).and_then(Value::as_u64));
         }
-        for (kind, text) in self.hparams.family.special() {
+        for [kind, text] in &self.hparams.family.family.special {
             let id = id_of(text).ok_or_else(|| format!("tokenizer.json: expected the added token {text}"))?;
             set(kind, Some(id));
         }

@@ -16,7 +16,7 @@ use ckfs_format::gguf::{BlockType, Gguf, GgufError, GgufTensor, StoredAs};
 use ckfs_source::{ByteSpan, FileId, Source};
 use ckfs_tensor::DType;
 use names::GgufModel;
-pub use names::{GgufChange, GgufFamily, GgufKey, GgufTarget, GgufTokenizer};
+pub use names::{GgufChange, GgufFamily, GgufKey, GgufTables, GgufTarget, GgufTokenizer};
 
 use super::{
     super::{

@@ -13,7 +13,7 @@ struct Families {
     layer_names: BTreeMap<String, String>,
     config: BTreeMap<String, String>,
     write: WrittenKeys,
-    family: BTreeMap<String, Family>,
+    family: BTreeMap<String, GgufTables>,
 }
 
 /// What files of all families that are written have in common.
@@ -44,7 +44,7 @@ pub enum GgufTokenizer {
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a word of the table")]
-struct Family {
+pub struct GgufTables {
     model_type: String,
     class: String,
     /// Whether rows of queries and keys are in the order of llama.cpp's rotary embedding.
@@ -72,14 +72,14 @@ struct Family {
     /// Where tokens are found, the first of which counts; `None` if no file of the family is written.
     tokenizers: Option<Vec<GgufTokenizer>>,
     /// Kinds and texts of special tokens, where nothing else says which they are.
-    special: Vec<[String; 2]>,
+    pub special: Vec<[String; 2]>,
     absent: Map<String, Value>,
     /// Whether a model without `head_dim` has columns divided by heads.
-    head_dim_of_heads: bool,
+    pub head_dim_of_heads: bool,
     /// Whether no output head is written.
-    is_tied: bool,
+    pub is_tied: bool,
     /// Whether the embedding ends with the last token of the tokenizer.
-    rows_of_vocabulary: bool,
+    pub rows_of_vocabulary: bool,
 }
 
 static FAMILIES: LazyLock<Families> = LazyLock::new(|| {
@@ -105,7 +105,7 @@ pub enum GgufChange {
     KeysAndValues(usize),
 }
 
-impl Family {
+impl GgufTables {
     /// How a tensor becomes that of the repository. `is_whole` tells that both names stand in the table with their endings.
     fn change(
         &self,
@@ -167,8 +167,10 @@ pub struct GgufKey {
 #[derive(Clone, Copy, Debug)]
 pub struct GgufFamily {
     key: &'static str,
-    family: &'static Family,
-    tables: &'static Family,
+    /// What it alone has.
+    pub family: &'static GgufTables,
+    /// Those that are used: its own, or those of the family that it is like.
+    pub tables: &'static GgufTables,
 }
 
 impl GgufFamily {
@@ -177,7 +179,7 @@ impl GgufFamily {
     /// # Errors
     /// No file of it is written, and of which ones files are.
     pub fn of(model_type: &str, class: Option<&str>) -> Result<Self, String> {
-        let is_of = |family: &Family| {
+        let is_of = |family: &GgufTables| {
             let has = |word: &str, own: &str, more: &[String]| word == own || more.iter().any(|other| other == word);
             has(model_type, &family.model_type, &family.model_types)
                 && class.is_none_or(|class| has(class, &family.class, &family.classes))
@@ -195,7 +197,7 @@ impl GgufFamily {
         Ok(Self::new(key, family))
     }
 
-    fn new(key: &'static str, family: &'static Family) -> Self {
+    fn new(key: &'static str, family: &'static GgufTables) -> Self {
         Self { key, family, tables: family.like.as_ref().map_or(family, |like| &FAMILIES.family[like]) }
     }
 
@@ -273,26 +275,6 @@ impl GgufFamily {
     /// Where its tokens are found: the first that is there counts.
     pub fn tokenizers(&self) -> &'static [GgufTokenizer] {
         self.family.tokenizers.as_deref().unwrap_or_default()
-    }
-
-    /// Kinds and texts of special tokens, where nothing else says which they are.
-    pub fn special(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
-        self.family.special.iter().map(|[kind, text]| (kind.as_str(), text.as_str()))
-    }
-
-    /// Whether a model without `head_dim` has columns divided by heads.
-    pub const fn head_dim_of_heads(&self) -> bool {
-        self.tables.head_dim_of_heads
-    }
-
-    /// Whether no output head is written.
-    pub const fn is_tied(&self) -> bool {
-        self.tables.is_tied
-    }
-
-    /// Whether the embedding ends with the last token of the tokenizer.
-    pub const fn rows_of_vocabulary(&self) -> bool {
-        self.tables.rows_of_vocabulary
     }
 }
 
@@ -421,7 +403,7 @@ mod tests {
     #[test]
     fn every_family_has_a_type_and_a_class() {
         assert!(FAMILIES.family.len() > 10);
-        for (key, Family { model_type, class, .. }) in &FAMILIES.family {
+        for (key, GgufTables { model_type, class, .. }) in &FAMILIES.family {
             assert!(!model_type.is_empty() && !class.is_empty(), "{key}: {model_type:?} {class:?}");
         }
     }
