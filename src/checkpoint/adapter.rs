@@ -6,12 +6,12 @@ use std::{
     sync::Arc,
 };
 
-use ckfs_source::{FoundFile, Opened, RootDir, remote::RemoteTree};
+use ckfs_source::{FoundFile, Opened, RootDir, SourceError, remote::RemoteTree};
 
 use super::{
     choose::{quoted, warn_of_weights},
     foreign::lfs_pointer,
-    json::{self, io_error, read_json},
+    json::{self, read_json},
     locate::locate,
     options::OpenOptions,
     printable::printable,
@@ -84,7 +84,7 @@ fn read_remote(dir: &Path, source: &str, options: &OpenOptions) -> Result<Adapte
     let find = |name: &str| {
         let missing = || CheckpointError::of_file(&located.label, name, "expected this file of an adapter");
         let place = tree.repository().files.iter().position(|file| file.path == name).ok_or_else(missing)?;
-        let failed = |error| io_error(dir.join(name), "open", error);
+        let failed = |error| SourceError::io(dir.join(name), "open", error);
         Ok::<_, CheckpointError>(FoundFile::cached(tree.remote(place)?).map_err(failed)?.open(None)?)
     };
     let problem = |message: String| CheckpointError::of_file(&located.label, ADAPTER_CONFIG, message);
@@ -131,7 +131,7 @@ pub(super) fn read_adapter(dir: &Path, options: &OpenOptions) -> Result<AdapterF
         if error.kind() == io::ErrorKind::NotFound {
             return unsaved(dir);
         }
-        io_error(&weights, "open", error).into()
+        SourceError::io(&*weights, "open", error).into()
     })?;
     let outside = (!found.is_inside() && !follow).then(|| found.real().to_owned());
     let warning = outside.map(|target| warn_of_weights(&weights.display().to_string(), &target));

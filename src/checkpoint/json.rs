@@ -4,10 +4,10 @@
 //! In a [`Value`] such a word is a string that begins with a character that no text has. So it can be written as it was
 //! read.
 
-use std::{borrow::Cow, io, path::Path, sync::Arc};
+use std::borrow::Cow;
 
 use ckfs_format::json::{self, JsonForm};
-use ckfs_source::{Opened, SourceError, WaitRegistry};
+use ckfs_source::{Opened, WaitRegistry};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -101,11 +101,6 @@ fn signed(text: &str) -> Option<String> {
 
 /// Longest `config.json` or index that is read, in bytes.
 pub(super) const JSON_FILE_BYTES_MAX: u64 = 256 << 20;
-
-/// The error of a file with which the system has not done this.
-pub(super) fn io_error(file: impl AsRef<Path>, action: impl Into<String>, error: io::Error) -> SourceError {
-    SourceError::Io { file: Arc::from(file.as_ref()), action: action.into(), error: Arc::new(error) }
-}
 
 /// The text of a JSON file, or the reason why it is not available.
 pub(super) fn read_json(opened: &Opened, fetches: &WaitRegistry) -> Result<Vec<u8>, String> {

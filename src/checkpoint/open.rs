@@ -24,7 +24,7 @@ use super::{
     gguf,
     header::{self, read_header},
     index::Index,
-    json::{self, io_error, parsed},
+    json::{self, parsed},
     listing::{self, Listed},
     locate::{Located, locate},
     options::{OpenOptions, Unfinished},
@@ -115,7 +115,7 @@ fn filling(source: &str, options: &OpenOptions) -> Result<Vec<AdapterFiles>, Che
             (FoundFile::named(&path), path)
         };
         let _opening = options.fetches.begin_path(&dir, "open");
-        let weights = found.map_err(|error| io_error(&dir, "open", error))?.open(None)?;
+        let weights = found.map_err(|error| SourceError::io(&*dir, "open", error))?.open(None)?;
         files.push(AdapterFiles { dir, config: serde_json::Value::Null, weights, warning: None, fills: true });
     }
     Ok(files)
@@ -172,7 +172,7 @@ fn open_alone(
     more: MoreFiles,
 ) -> Result<Checkpoint, CheckpointError> {
     let opening = options.fetches.begin_path(&located.path, "open");
-    let opened = found.map_err(|error| io_error(&located.path, "open", error))?.open(None)?;
+    let opened = found.map_err(|error| SourceError::io(&*located.path, "open", error))?.open(None)?;
     let name = located.path.file_name().map_or_else(|| located.label.clone(), |name| name.display().to_string());
     let size_bytes = opened.len_bytes().unwrap_or(0);
     drop(opening);

@@ -133,11 +133,9 @@ impl DeltaTensor {
 
     fn refused(&self, source: &dyn Source, difference: &Difference, error: impl Display) -> SourceError {
         let Difference { version, span, .. } = difference;
-        SourceError::Io {
-            file: source.pin(difference.file).path.clone(),
-            action: format!("make tensor {} of version {version} (bytes {span})", self.name),
-            error: Arc::new(io::Error::new(io::ErrorKind::InvalidData, error.to_string())),
-        }
+        let action = format!("make tensor {} of version {version} (bytes {span})", self.name);
+        let error = io::Error::new(io::ErrorKind::InvalidData, error.to_string());
+        SourceError::io(Arc::clone(&source.pin(difference.file).path), action, error)
     }
 }
 

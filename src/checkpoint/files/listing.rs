@@ -15,7 +15,6 @@ use ckfs_source::{
 
 use super::super::{
     file::{FileRole, IgnoreReason},
-    json::io_error,
     weight_name::{at_top, is_any_index},
 };
 
@@ -122,8 +121,9 @@ pub(crate) fn of_remote(tree: &RemoteTree) -> Result<Listing, SourceError> {
     let mut directories = BTreeSet::from([""]);
     for (place, file) in tree.repository().files.iter().enumerate() {
         directories.extend(file.path.match_indices('/').map(|(end, _)| &file.path[..end]));
-        let found = FoundFile::cached(tree.remote(place)?)
-            .map_err(|error| io_error(tree.repository().name_of(file), "open its entry in the cache", error))?;
+        let found = FoundFile::cached(tree.remote(place)?).map_err(|error| {
+            SourceError::io(PathBuf::from(tree.repository().name_of(file)), "open its entry in the cache", error)
+        })?;
         let listed = Listed::new(file.path.clone(), FileRole::Other, file.size_bytes);
         listing.files.push(Listed { found: Some(found), ..listed });
     }

@@ -15,10 +15,7 @@ use ckfs_source::{
 };
 use ckfs_tensor::to_usize;
 
-use super::super::{
-    json::io_error,
-    tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry, entries_of},
-};
+use super::super::tree::{DESCRIPTION_BYTES_MAX, FileTree, OpenTree, TreeEntry, entries_of};
 
 /// A remote checkpoint as a tree.
 pub(crate) struct CachedTree<'a> {
@@ -33,13 +30,9 @@ impl<'a> CachedTree<'a> {
         Self { tree, files: files.map(|(place, file)| (file.path.as_str(), place)).collect() }
     }
 
-    fn failed(&self, path: &str, action: String, error: io::Error) -> SourceError {
-        io_error(self.shown(path), action, error)
-    }
-
     fn find(&self, path: &str) -> Result<&'a Remote, SourceError> {
         let found = self.files.get(path).copied();
-        self.tree.remote(found.ok_or_else(|| self.failed(path, "open".into(), ErrorKind::NotFound.into()))?)
+        self.tree.remote(found.ok_or_else(|| self.failed(path, "open", ErrorKind::NotFound.into()))?)
     }
 }
 
@@ -64,14 +57,14 @@ impl FileTree for CachedTree<'_> {
         let span = ByteSpan::of_len(start, target.len() as u64);
         let shown = span.map_or_else(|| format!("from {start}"), |span| span.to_string());
         let read = span.ok_or_else(|| ErrorKind::UnexpectedEof.into()).and_then(|span| remote.read_span(span, target));
-        read.map_err(|error| self.failed(path, format!("read bytes {shown}"), error))
+        read.map_err(|error| self.failed(path, &format!("read bytes {shown}"), error))
     }
 
     fn description(&self, path: &str) -> Result<Option<Vec<u8>>, SourceError> {
         let Some(len) = self.len_bytes(path)? else { return Ok(None) };
         if len > DESCRIPTION_BYTES_MAX {
             let message = format!("expected at most {DESCRIPTION_BYTES_MAX} bytes, found {len}");
-            return Err(self.failed(path, "read".into(), io::Error::other(message)));
+            return Err(self.failed(path, "read", io::Error::other(message)));
         }
         let mut bytes = vec![0; to_usize(len)];
         self.read(path, 0, &mut bytes)?;
@@ -88,7 +81,7 @@ impl OpenTree for CachedTree<'_> {
         check_open_file_limit(RemoteTree::DESCRIPTORS * paths.len() + more)?;
         let open = |path: &String| {
             let found = FoundFile::cached(self.find(path)?);
-            found.map_err(|error| self.failed(path, "open".into(), error))?.open(None)
+            found.map_err(|error| self.failed(path, "open", error))?.open(None)
         };
         paths.iter().map(open).collect()
     }

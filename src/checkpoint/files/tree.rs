@@ -22,8 +22,6 @@ use ckfs_tensor::to_usize;
 use parking_lot::Mutex;
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::super::json::io_error;
-
 /// Longest description that is read at once, in bytes.
 pub(crate) const DESCRIPTION_BYTES_MAX: u64 = 256 << 20;
 
@@ -91,6 +89,11 @@ pub(crate) trait FileTree: Sync {
     /// The place of a path, for messages.
     fn shown(&self, path: &str) -> Arc<Path>;
 
+    /// The error of a path with which this was not done.
+    fn failed(&self, path: &str, action: &str, error: io::Error) -> SourceError {
+        SourceError::io(self.shown(path), action, error)
+    }
+
     /// The files and directories in a directory, sorted by name. Empty if there is no such directory.
     fn list(&self, directory: &str) -> Result<Vec<TreeEntry>, SourceError>;
 
@@ -142,10 +145,6 @@ impl LocalTree {
     /// The tree below `root`. Symbolic links that leave it are followed only if `follows_symlinks`.
     pub(crate) fn new(root: Arc<RootDir>, follows_symlinks: bool, fetches: Arc<WaitRegistry>) -> Self {
         Self { root, follows_symlinks, fetches, opened: Mutex::default() }
-    }
-
-    fn failed(&self, path: &str, action: &str, error: io::Error) -> SourceError {
-        io_error(self.shown(path), action, error)
     }
 
     /// Opens a file, wherever it is read next; `None` if there is none.

@@ -14,7 +14,6 @@ use ckfs_source::{SourceError, WaitRegistry};
 use super::step_tree::{Measure, SMALL_BYTES_MAX, StepTree};
 use crate::{
     OpenOptions,
-    json::io_error,
     tree::{TreeEntry, below, entries_in},
 };
 
@@ -39,7 +38,7 @@ impl LocalSteps {
     fn walk(&self, directory: &str, depth: usize, found: &mut Measure) -> Result<(), SourceError> {
         let place = self.at(directory);
         let looking = self.fetches.begin_path(&place, "list");
-        let own = fs::symlink_metadata(&place).map_err(|error| io_error(&place, "stat", error))?;
+        let own = fs::symlink_metadata(&place).map_err(|error| SourceError::io(&*place, "stat", error))?;
         add(found, directory, &own, false);
         for entry in self.list(directory)? {
             looking.advance();
@@ -51,7 +50,7 @@ impl LocalSteps {
                     Ok(meta) => add(found, &path, &meta, true),
                     // It is being deleted.
                     Err(error) if is_absent(&error) => found.add(&path, None, SystemTime::UNIX_EPOCH, &[]),
-                    Err(error) => return Err(io_error(self.at(&path), "stat", error)),
+                    Err(error) => return Err(SourceError::io(self.at(&path), "stat", error)),
                 }
             }
         }
@@ -90,7 +89,7 @@ impl StepTree for LocalSteps {
         let looking = self.fetches.begin_path(&place, "list");
         match entries_in(&place, &looking) {
             Err(error) if !directory.is_empty() && is_absent(&error) => Ok(Vec::new()),
-            entries => entries.map_err(|error| io_error(&place, "list", error)),
+            entries => entries.map_err(|error| SourceError::io(&*place, "list", error)),
         }
     }
 
@@ -100,7 +99,7 @@ impl StepTree for LocalSteps {
         match fs::metadata(&place) {
             Ok(found) => Ok(found.is_file().then_some(found.len())),
             Err(error) if is_absent(&error) => Ok(None),
-            Err(error) => Err(io_error(&place, "stat", error)),
+            Err(error) => Err(SourceError::io(&*place, "stat", error)),
         }
     }
 
@@ -115,7 +114,7 @@ impl StepTree for LocalSteps {
         match read {
             Ok(_) => Ok(Some(bytes)),
             Err(error) if is_absent(&error) => Ok(None),
-            Err(error) => Err(io_error(&place, "read", error)),
+            Err(error) => Err(SourceError::io(&*place, "read", error)),
         }
     }
 

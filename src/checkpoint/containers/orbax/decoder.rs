@@ -160,11 +160,8 @@ impl Decoder {
                 format!("decode tensor {} ({place})", decoded.described(chunk).0)
             }
         };
-        SourceError::Io {
-            file: self.inner.pin(decoded.stored_in).path.clone(),
-            action,
-            error: Arc::new(io::Error::new(io::ErrorKind::InvalidData, error)),
-        }
+        let error = io::Error::new(io::ErrorKind::InvalidData, error);
+        SourceError::io(Arc::clone(&self.inner.pin(decoded.stored_in).path), action, error)
     }
 
     /// Has a chunk decoded in another thread, if there is room for it: a reader will want it soon. A failure is not reported: that
