@@ -255,15 +255,15 @@ pub(crate) fn compare(
 ) -> Option<String> {
     const FIRST: usize = 4;
     let sizes = Sizes::of(config);
-    let short = |info: &TensorInfo<'_>| {
+    let differs = |info: &TensorInfo<'_>, may_be_long: bool| {
         let (promised, what) = sizes.promised(info.name)?;
         let found = *info.shape.first()?;
-        (found < promised).then_some((promised, what, found))
+        (found < promised || found > promised && !may_be_long).then_some((promised, what, found))
     };
     let is_embedding = |name: &str| EMBEDDINGS.iter().any(|end| name.ends_with(end));
     let is_part = |info: &TensorInfo<'_>| matches!(info.storage, Storage::Mosaic(_));
     if are_ranks && table.iter().any(|(_, info)| is_part(&info)) {
-        let found = table.iter().filter_map(|(_, info)| Some((info, short(&info)?)));
+        let found = table.iter().filter_map(|(_, info)| Some((info, differs(&info, true)?)));
         for (info, (promised, what, rows)) in found.take(FIRST) {
             let fault = format!(
                 "expected {promised} rows by {what} in config.json, found {rows}: files of ranks are missing, or the configuration is that \
@@ -280,13 +280,7 @@ pub(crate) fn compare(
     // Heads and hidden units of layers differ in pruned models, and their stacks say so.
     let mut embeddings =
         table.iter().map(|(_, info)| info).filter(|info| is_embedding(info.name) && info.quantized().is_none());
-    let other = |info: &TensorInfo<'_>| {
-        let (promised, what) = sizes.promised(info.name).filter(|_| of_another)?;
-        let found = *info.shape.first()?;
-        (found > promised).then_some((promised, what, found))
-    };
-    let (info, (promised, what, rows)) =
-        embeddings.find_map(|info| Some((info, short(&info).or_else(|| other(&info))?)))?;
+    let (info, (promised, what, rows)) = embeddings.find_map(|info| Some((info, differs(&info, !of_another)?)))?;
     Some(format!("{}: {rows} rows, and config.json promises {promised} ({what})", info.name))
 }
 
