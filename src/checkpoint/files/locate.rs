@@ -33,7 +33,7 @@ use super::super::{
 };
 #[cfg(feature = "hub")]
 use ckfs_source::remote::{
-    Backoff, Deadline, RemoteError, SharedCache,
+    Backoff, Deadline, SharedCache,
     cache::default_directory,
     hub::{Hub, HubSettings},
 };
@@ -236,12 +236,19 @@ fn from_hub(
             // A snapshot that lacks files says which when it is opened.
             return found.map_err(|error| error.with_advice(&advice));
         }
-        // It says which files it lacks when it is opened.
-        (Err(error), None) if error.is_transient() && found.is_ok() => {
-            tracing::warn!("{}: the Hub cannot be asked: {error}", name.source);
-            return found;
+        // A Hub that gave no answer says nothing about the name. What is there says which files it lacks when it is opened.
+        (Err(error), None) if error.is_transient() => {
+            if found.is_ok() {
+                tracing::warn!("{}: the Hub cannot be asked: {error}", name.source);
+            }
+            let advice = format!(
+                "\n  Hub: cannot be asked: {}\n`ckfs fetch {}` brings it where the Hub can be reached, and --offline then asks nobody",
+                error.brief(),
+                name.source
+            );
+            return found.map_err(|missing| missing.with_advice(&advice));
         }
-        (Err(error), None) => return Err(unanswered(name, found, error)),
+        (Err(error), None) => return Err(CheckpointError::Remote(error)),
     };
     let dir = cache.map(|cache| repo_directory(cache, name.repo));
     if let Some(dir) = &dir {
@@ -253,19 +260,6 @@ fn from_hub(
     let cached = dir.map(|dir| SharedCache::new(dir, &commit, name.revision));
     let listed = hub.repository(name.repo, &commit, cached, options.remote.shares, Deadline::Quiet);
     listed.map(remote).map_err(CheckpointError::Remote)
-}
-
-/// The error of a name that the cache lacks, after the Hub gave no commit. A Hub that gave no answer says nothing about the name.
-#[cfg(feature = "hub")]
-fn unanswered(name: &Name<'_>, found: Result<Located, CheckpointError>, error: RemoteError) -> CheckpointError {
-    match found {
-        Err(missing) if error.is_transient() => missing.with_advice(&format!(
-            "\n  Hub: cannot be asked: {}\n`ckfs fetch {}` brings it where the Hub can be reached, and --offline then asks nobody",
-            error.brief(),
-            name.source
-        )),
-        Ok(_) | Err(_) => CheckpointError::Remote(error),
-    }
 }
 
 /// Longest wait for the Hub's word on a branch that is in the cache.
