@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use ckfs_format::{
     dcp::read::METADATA as DCP_METADATA,
     ocdbt,
-    orbax::read::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, Items, METADATA},
+    orbax::read::{CHECKPOINT_METADATA, COMMIT_SUCCESS, CheckpointMetadata, Items, METADATA, UNFINISHED},
 };
 use ckfs_source::SourceError;
 
@@ -18,7 +18,7 @@ use super::{
         tree::{TreeEntry, below, directories, file_names, has},
     },
     found::{self, FoundStep, FoundSteps, StepKind, StepState, Trackers},
-    names::{self, ORBAX_UNFINISHED, StepName},
+    names::{self, StepName},
     ranks,
     step_tree::StepTree,
 };
@@ -169,7 +169,7 @@ impl InCommon<'_> {
             },
         };
         if let Some(reason) = parsed.unfinished {
-            if reason.contains(ORBAX_UNFINISHED) {
+            if reason.contains(UNFINISHED) {
                 found.kind = StepKind::Orbax;
             }
             found.state = unfinished(reason);
@@ -228,7 +228,7 @@ impl InCommon<'_> {
         let mut arrays = Vec::new();
         let mut at_work = None;
         for name in directories(entries) {
-            if name.contains(ORBAX_UNFINISHED) {
+            if name.contains(UNFINISHED) {
                 at_work.get_or_insert_with(|| format!("{name}: an item that the saver has not finished"));
             } else if !name.starts_with("ocdbt.process_") {
                 let inside = self.tree.list(&below(path, name))?;

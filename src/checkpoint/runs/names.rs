@@ -1,9 +1,8 @@
 //! Names of steps: which directories of a run are its steps.
 
-use crate::weight_name::is_number;
+use ckfs_format::orbax::read::UNFINISHED;
 
-/// Part of the names of what Orbax has not finished.
-pub(super) const ORBAX_UNFINISHED: &str = ".orbax-checkpoint-tmp";
+use crate::weight_name::is_number;
 
 /// Beginnings and ends of names of directories that their writer renames when they are finished.
 const UNFINISHED_STARTS: [&str; 4] = ["tmp-", "tmp_", ".tmp-", ".tmp_"];
@@ -66,7 +65,7 @@ pub(crate) fn numbered(name: &str) -> Option<(&str, u64)> {
 /// What the name of a directory says, if it may be a step.
 pub(super) fn parse(name: &str) -> Option<StepName<'_>> {
     let by = |name, unfinished| numbered(name).map(|(prefix, number)| StepName { prefix, number, unfinished });
-    if let Some((name, _)) = name.split_once(ORBAX_UNFINISHED) {
+    if let Some((name, _)) = name.split_once(UNFINISHED) {
         return by(name, Some("its name has .orbax-checkpoint-tmp: the saver is still at work, or was stopped"));
     }
     if let Some(name) = UNFINISHED_STARTS.iter().find_map(|start| name.strip_prefix(start)) {
