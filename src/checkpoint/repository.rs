@@ -510,7 +510,7 @@ impl Checkpoint {
         match self.tensor(id).storage {
             Storage::Plain { file, .. } => self.opened.replaced.get(&file).copied().unwrap_or(file),
             Storage::Quantized(quantized) => self.file_of(quantized.operands[0]),
-            Storage::Mosaic(mosaic) => mosaic.first_file(),
+            Storage::Mosaic(mosaic) => mosaic.file,
             Storage::Composed(composed) => self.file_of(composed.of),
         }
     }

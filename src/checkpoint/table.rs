@@ -43,23 +43,13 @@ pub struct MosaicTensor<'a> {
     number: u32,
     id: TensorId,
     /// The file of its first box, or the first file if it has none.
-    file: FileId,
+    pub(super) file: FileId,
 }
 
 impl MosaicTensor<'_> {
     /// The tensor as views hold it.
     pub fn of_view(&self) -> ckfs_tensor::Mosaic {
         ckfs_tensor::Mosaic::new(Arc::clone(self.all), self.number, self.id)
-    }
-
-    /// The file of its first box; the first of all files if it has no box.
-    pub const fn first_file(&self) -> FileId {
-        self.file
-    }
-
-    /// Number of its boxes.
-    pub fn boxes(&self) -> usize {
-        self.all.count(self.number)
     }
 
     /// The ids of its boxes.
@@ -103,7 +93,7 @@ impl<'a> TensorInfo<'a> {
     pub(super) const fn first_file(&self) -> Option<FileId> {
         match self.storage {
             Storage::Plain { file, .. } => Some(file),
-            Storage::Mosaic(mosaic) => Some(mosaic.first_file()),
+            Storage::Mosaic(mosaic) => Some(mosaic.file),
             Storage::Quantized(_) | Storage::Composed(_) => None,
         }
     }

@@ -193,7 +193,7 @@ fn chunks_text(plan: &Plan) -> String {
 
 /// What the container of the tensors is, where it is not safetensors: what it holds besides, and the prefix of the names.
 fn container_text(checkpoint: &Checkpoint, line: &mut Line<'_>) {
-    let boxes: usize = checkpoint.tensors().filter_map(|(_, info)| Some(info.mosaic()?.boxes())).sum();
+    let boxes: usize = checkpoint.tensors().filter_map(|(_, info)| Some(info.mosaic()?.ids().len())).sum();
     if checkpoint.container() != Container::Safetensors {
         let stored = if boxes == 0 { String::new() } else { format!(", some of the tensors in {boxes} boxes") };
         line("container", &format!("{}{stored}", checkpoint.container()));
