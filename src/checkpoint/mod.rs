@@ -42,7 +42,7 @@ pub use gguf::{GgufChange, GgufFamily, GgufKey, GgufTables, GgufTarget, GgufToke
 pub use index::rewritten_index;
 pub use locate::hub_cache_directory;
 pub use merges::{Merge, Merges, ScaledProduct};
-pub use options::{Accepted, OpenOptions, Unfinished};
+pub use options::{Accepted, OpenOptions};
 pub use own_head::OwnHead;
 pub use printable::{printable, printable_lines};
 pub use problem::{CheckpointError, Expected, Problem, first_names};

@@ -27,7 +27,7 @@ use super::{
     json::{self, parsed},
     listing::{self, Listed},
     locate::{Located, locate},
-    options::{OpenOptions, Unfinished},
+    options::OpenOptions,
     orbax::{self, ChunkSource, DecodedFile},
     problem::{BYTES_MAX, CheckpointError, Problem, Problems},
     promised, ranks,
@@ -325,7 +325,7 @@ fn open_orbax(
     options: &OpenOptions,
     more: MoreFiles,
 ) -> Result<Checkpoint, CheckpointError> {
-    let found = orbax::read(tree, options.training_state, options.unfinished == Unfinished::Read);
+    let found = orbax::read(tree, options.training_state, options.allow_unfinished);
     let mut found = found.map_err(|problems| refusal(&located.label, problems))?;
     let opened = tree.open_files(&found.paths, more.count())?;
     let directories = tree.directories(&found.paths);

@@ -29,18 +29,9 @@ impl Accepted {
     }
 }
 
-/// What is done with a checkpoint that nothing marks as finished.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Unfinished {
-    /// It is refused.
-    #[default]
-    Refused,
-    /// It is read, if all of it is there.
-    Read,
-}
-
 /// How to open a repository.
 #[derive(Clone, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an option of the user")]
 pub struct OpenOptions {
     /// How local files are read.
     pub io: SourceIo,
@@ -62,8 +53,8 @@ pub struct OpenOptions {
     pub follow_symlinks: bool,
     /// Opens the whole training state of a checkpoint that has one, not the model alone.
     pub training_state: bool,
-    /// What is done with a checkpoint that its saver has not marked as finished.
-    pub unfinished: Unfinished,
+    /// Reads a checkpoint that its saver has not marked as finished, if all of it is there.
+    pub allow_unfinished: bool,
     /// Tensors that the index may name although no file has them.
     pub allow_missing: Accepted,
     /// Tensors that a file may have although the index does not name them.

@@ -8,7 +8,7 @@ use std::{
     thread,
 };
 
-use ckfs_checkpoint::{Accepted, Checkpoint, Container, OpenOptions, Unfinished, printable};
+use ckfs_checkpoint::{Accepted, Checkpoint, Container, OpenOptions, printable};
 use ckfs_config::{
     Allow, Average, Config, HfCache, LayoutChoice, Materialize, MergedLora, MountSettings, OwnerId, ThreadCount,
     TimeLimit, ViewSettings,
@@ -97,7 +97,7 @@ pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOp
     let mut adapters: Vec<_> = config.views.iter().flat_map(of_view).flatten().collect();
     adapters.sort();
     adapters.dedup();
-    let unfinished = if config.mount.allow_unfinished == Some(true) { Unfinished::Read } else { Unfinished::Refused };
+    let allow_unfinished = config.mount.allow_unfinished == Some(true);
     // Later each view checks for itself what it needs.
     let allowed = |of: fn(&ViewSettings) -> &Option<Allow>| {
         let allowed: Vec<Allow> =
@@ -113,7 +113,7 @@ pub(super) fn open_options(config: &Config, waits: &Arc<WaitRegistry>) -> OpenOp
         average: if let Some(Average::Sources(sources)) = &config.mount.average { sources.clone() } else { Vec::new() },
         follow_symlinks: config.mount.follow_symlinks.unwrap_or(false),
         training_state: config.mount.training_state.unwrap_or(false),
-        unfinished,
+        allow_unfinished,
         allow_missing: allowed(|settings| &settings.allow_missing),
         allow_unmapped: allowed(|settings| &settings.allow_unmapped),
         duplicates: config.mount.duplicates,
