@@ -25,11 +25,11 @@
 //!    ([`Template::transposed`]: gpt-oss and AWQ and GPTQ store what transformers has the other way round). An operand is read as
 //!    a [`Field`](ckfs_tensor::Field) (float, integer of b bits, table) at an [`IndexMap`](ckfs_tensor::IndexMap) of the value's element
 //!    number. Rows that end in unused codes need no trimming: the shape is the true one, the index strides over whole words.
-//!    Make a template once for each kind of tensor, and keep its number in a map by what distinguishes the kind. Only
+//!    `parts::Kinds` makes a template once for each kind of tensor, by what distinguishes the kind. Only
 //!    what is read with `Stored::read` needs one for each tensor: `g_idx` becomes a table of an index, bitsandbytes' nested
 //!    statistics a table of codes and a constant.
-//! 4. **Tensors.** `SchemeFindings::tensor` takes the decoded name (`X.weight` of `X.weight_packed`; `gate_up_proj` of `gate_up_proj_blocks`), the
-//!    template, and the operands by number. It checks that what is stored has the template's dtypes and shapes and reports by name
+//! 4. **Tensors.** `Kinds::add` takes the decoded name (`X.weight` of `X.weight_packed`; `gate_up_proj` of `gate_up_proj_blocks`), and the
+//!    operands by number. It checks that what is stored has the template's dtypes and shapes and reports by name
 //!    what has not, so `find` need not compare shapes that a template says. The decoded dtype is the model's own unless the
 //!    scheme knows better (bitsandbytes).
 //! 5. **Companions that no decoder reads** (`input_scale`, `k_scale`, `weight_shape`, `g_idx`): `SchemeFindings::leave_out`. They are shown with the
