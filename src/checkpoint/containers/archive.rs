@@ -3,7 +3,10 @@
 //! An archive asks for a few spans at its ends and is then done, or asks for more. Archives that lie one after the other in a
 //! file ask for neighbouring spans, which are fetched as one. Groups of archives are read at the same time.
 
-use ckfs_format::torch::read::{Allowed, OpenedArchive, SavedContents, TorchArchive};
+use ckfs_format::torch::{
+    read::{Allowed, OpenedArchive, SavedTensor, TorchArchive},
+    state::{self, TorchContents},
+};
 use ckfs_source::{FileId, Source};
 use rayon::{
     iter::{IndexedParallelIterator, IntoParallelRefIterator, ParallelIterator},
@@ -49,11 +52,13 @@ impl ArchiveSpan {
 }
 
 /// What each archive holds, or why it cannot be read.
-pub(crate) fn read_items(source: &dyn Source, items: &[ArchiveSpan]) -> Vec<Result<SavedContents, String>> {
-    let contents = |archive: TorchArchive| archive.into_contents().expect("an archive that wants nothing more is done");
+pub(crate) fn read_items(
+    source: &dyn Source,
+    items: &[ArchiveSpan],
+) -> Vec<Result<TorchContents<SavedTensor>, String>> {
     let of_group = |group: &[ArchiveSpan]| {
-        let group = group.iter().map(|item| Reading::of(source, item, TorchArchive::new(item.len)));
-        read_group(source, group.collect()).map(move |archive| archive.map(contents))
+        let contents = |opened: OpenedArchive| opened.contents().map_err(|error| error.to_string());
+        read_group(source, group, state::is_allowed).map(move |opened| opened.and_then(contents))
     };
     items.par_chunks(GROUP_ARCHIVES).flat_map_iter(of_group).collect()
 }
@@ -67,9 +72,8 @@ pub(crate) fn read_opened<T: Send>(
     interpret: &(dyn Fn(usize, &OpenedArchive) -> Result<T, String> + Sync),
 ) -> Vec<Result<T, String>> {
     let read = |(number, item): (usize, &ArchiveSpan)| {
-        let alone = vec![Reading::of(source, item, TorchArchive::keeping(item.len, allowed))];
-        let archive = read_group(source, alone).next().expect("one archive was read")?;
-        interpret(number, &archive.into_opened().expect("an archive that wants nothing more is done"))
+        let mut alone = read_group(source, &[*item], allowed);
+        interpret(number, &alone.next().expect("one archive was read")?)
     };
     items.par_iter().enumerate().map(read).collect()
 }
@@ -84,19 +88,23 @@ struct Reading {
 /// The archives of a group once they want nothing more, or why they cannot be read.
 fn read_group(
     source: &dyn Source,
-    mut group: Vec<Reading>,
-) -> impl Iterator<Item = Result<TorchArchive, String>> + use<> {
+    group: &[ArchiveSpan],
+    allowed: Allowed,
+) -> impl Iterator<Item = Result<OpenedArchive, String>> + use<> {
+    let begin = |item: &ArchiveSpan| Reading {
+        item: *item,
+        archive: TorchArchive::new(item.len, allowed),
+        failed: item.outside(source),
+    };
+    let mut group: Vec<Reading> = group.iter().map(begin).collect();
     while group.iter().any(Reading::wants) {
         supply(source, &mut group);
     }
-    group.into_iter().map(|reading| reading.failed.map_or(Ok(reading.archive), Err))
+    let opened = |archive: TorchArchive| archive.into_opened().expect("an archive that wants nothing more is done");
+    group.into_iter().map(move |reading| reading.failed.map_or_else(|| Ok(opened(reading.archive)), Err))
 }
 
 impl Reading {
-    fn of(source: &dyn Source, item: &ArchiveSpan, archive: TorchArchive) -> Self {
-        Self { item: *item, archive, failed: item.outside(source) }
-    }
-
     fn wants(&self) -> bool {
         self.failed.is_none() && !self.archive.wanted().is_empty()
     }

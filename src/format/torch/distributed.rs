@@ -11,7 +11,7 @@ use ckfs_tensor::{DType, RANK_MAX, to_usize, unravel};
 
 use super::{
     super::pickle::read::{Id, PickleValue, Unpickled},
-    state::{self as torch_state, dtype_of, is_listed},
+    state::{self as torch_state, Of, dtype_of, is_listed},
 };
 use crate::FormatError;
 
@@ -371,22 +371,7 @@ fn is_typed(function: &str) -> bool {
     function == "_rebuild_from_type_v2"
 }
 
-/// A tensor that is described, for messages.
-#[derive(Clone, Copy)]
-struct Of<'a, 'b> {
-    pickle: &'a Unpickled,
-    name: &'b str,
-}
-
 impl Of<'_, '_> {
-    fn malformed(self, expected: &str) -> FormatError {
-        torch_state::malformed(self.name, expected)
-    }
-
-    fn unsupported(self, found: impl std::fmt::Display) -> FormatError {
-        torch_state::unsupported(self.name, found)
-    }
-
     /// The dictionary of a state. Objects with slots have it as the second of two.
     fn members(self, id: Id) -> Id {
         if let PickleValue::Tuple(two) = self.pickle.value(id)
@@ -470,7 +455,7 @@ impl Of<'_, '_> {
 
     /// A mesh as torch noted it until 2.9: a tensor of ranks, whose elements are noted besides.
     fn mesh_of_tensor(self, state: Id) -> Result<RankMesh, FormatError> {
-        let tensor = torch_state::tensor(self.pickle, self.member(state, "mesh")?, self.name)?;
+        let tensor = self.tensor(self.member(state, "mesh")?)?;
         let shape = tensor.ok_or_else(|| self.malformed("a mesh that is a tensor"))?.shape;
         let ranks = self.pickle.naturals(self.member(state, "_flatten_mesh_list")?);
         self.checked(shape, ranks.ok_or_else(|| self.malformed("the ranks of the mesh"))?)

@@ -105,7 +105,7 @@ fn plain(pickle: &Unpickled, id: Id, depth: usize) -> Option<Json> {
 /// [`FormatError`]: it is not what Megatron writes.
 pub fn file(pickle: &Unpickled) -> Result<MegatronFile, FormatError> {
     let root = pickle.root();
-    let malformed = |expected| torch_state::malformed("(file)", expected);
+    let malformed = |expected| torch_state::malformed(torch_state::FILE, expected);
     let arguments = pickle.item(root, "args").ok_or_else(|| malformed("args, the arguments of the training"))?;
     let saved = saved_arguments(pickle, arguments);
     let arguments = members(pickle, arguments);

@@ -7,15 +7,12 @@
 //! ```
 //!
 //! An archive is a `.pt`, `.pth` or `.bin` file, or one item of a `.distcp` file. [`TorchArchive`] says which bytes it needs next,
-//! is given them, and ends with the tensors and their places. An archive of a few KiB needs one request, of two spans; a
+//! is given them, and ends with its pickle and the places of storages. An archive of a few KiB needs one request, of two spans; a
 //! large one needs the local header of each storage too, all in one request.
 //!
 //! The CRC-32 of what is interpreted is verified. That of storages is not: their bytes are read where they are, in parts.
 
-use std::{
-    collections::{BTreeMap, HashMap, HashSet},
-    ops::Range,
-};
+use std::{collections::HashMap, ops::Range};
 
 use ckfs_tensor::to_usize;
 
@@ -27,7 +24,7 @@ use super::{
             write::crc32,
         },
     },
-    state::{self as torch_state, PICKLE, TorchObject, TorchTensor},
+    state::{self as torch_state, Of, PICKLE, TorchContents, TorchTensor},
 };
 use crate::FormatError;
 
@@ -91,28 +88,12 @@ impl SavedTensor {
     }
 }
 
-/// What an archive holds.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SavedContents {
-    /// The tensors, in the order of the pickle.
-    pub tensors: Vec<SavedTensor>,
-    /// What is no tensor: the name, and what it is. At most `OTHERS_MAX` of them.
-    pub others: Vec<(String, String)>,
-}
-
 #[derive(Debug)]
 struct Listing {
     entries: Vec<ZipEntry>,
     by_name: HashMap<String, usize>,
     /// Where the header of each entry, and the directory, begins; sorted.
     starts: Vec<u64>,
-}
-
-/// What is asked of an archive: its tensors, or its pickle as it is.
-#[derive(Debug)]
-enum Found {
-    Object(TorchObject),
-    Pickle(Unpickled),
 }
 
 #[derive(Debug)]
@@ -124,9 +105,8 @@ enum Stage {
     /// The entries are known.
     Pickle(Listing),
     /// Which storages are needed is known.
-    Storages(Listing, Found),
-    Done(SavedContents),
-    Opened(OpenedArchive),
+    Storages(Listing, Unpickled),
+    Done(OpenedArchive),
 }
 
 /// The reading of one archive.
@@ -137,20 +117,21 @@ pub struct TorchArchive {
     known: Vec<(u64, Vec<u8>)>,
     wanted: Vec<Range<u64>>,
     stage: Stage,
-    /// The classes that its pickle may name, if the pickle is kept.
-    keeps: Option<Allowed>,
+    allowed: Allowed,
 }
 
 /// Whether a pickle may name this class or function, by module and name.
 pub type Allowed = fn(&str, &str) -> bool;
 
-/// An archive whose pickle is kept, for objects that are more than tensors by name.
+/// An archive that was read.
 #[derive(Debug)]
 pub struct OpenedArchive {
     /// The saved object.
     pub pickle: Unpickled,
     /// First byte and length of each storage, by key.
-    storages: Storages,
+    storages: HashMap<String, (u64, u64)>,
+    /// What stands before the names of all entries.
+    root: String,
 }
 
 impl OpenedArchive {
@@ -164,25 +145,35 @@ impl OpenedArchive {
     /// # Errors
     /// It is not described as torch describes tensors, or its storage is not as long as it says.
     pub fn tensor(&self, id: Id, name: &str) -> Result<Option<SavedTensor>, FormatError> {
-        let tensor = torch_state::tensor(&self.pickle, id, name)?;
-        tensor.map(|tensor| saved(&self.storages, "", tensor)).transpose()
+        let Some(tensor) = Of { pickle: &self.pickle, name }.tensor(id)? else { return Ok(None) };
+        let entry = format!("{}data/{}", self.root, tensor.storage);
+        let (storage_start, found) = self.storage(&tensor.storage).ok_or_else(|| missing(&entry))?;
+        if found == tensor.storage_bytes {
+            return Ok(Some(SavedTensor { tensor, storage_start }));
+        }
+        Err(length(&entry, tensor.storage_bytes, found))
+    }
+
+    /// All tensors that it holds, by name, and what is none.
+    ///
+    /// # Errors
+    /// As [`OpenedArchive::tensor`], and those of [`leaves`](torch_state::leaves).
+    pub fn contents(&self) -> Result<TorchContents<SavedTensor>, FormatError> {
+        let TorchContents { tensors, others } = torch_state::leaves(&self.pickle, self.pickle.root())?;
+        let saved = tensors.iter().filter_map(|(name, id)| self.tensor(*id, name).transpose());
+        Ok(TorchContents { tensors: saved.collect::<Result<_, _>>()?, others })
     }
 }
 
 impl TorchArchive {
-    /// Begins to read an archive of this length, whose pickle is kept. It may name what `allowed` says.
-    pub fn keeping(len_bytes: u64, allowed: Allowed) -> Self {
-        Self { keeps: Some(allowed), ..Self::new(len_bytes) }
-    }
-
-    /// Begins to read an archive of this length.
-    pub fn new(len_bytes: u64) -> Self {
+    /// Begins to read an archive of this length, whose pickle may name what `allowed` says.
+    pub fn new(len_bytes: u64, allowed: Allowed) -> Self {
         let wanted = if len_bytes <= 2 * PROBE_BYTES {
             std::iter::once(0..len_bytes).collect()
         } else {
             vec![0..PROBE_BYTES, len_bytes - PROBE_BYTES..len_bytes]
         };
-        Self { len_bytes, known: Vec::new(), wanted, stage: Stage::Ends, keeps: None }
+        Self { len_bytes, known: Vec::new(), wanted, stage: Stage::Ends, allowed }
     }
 
     /// The spans of the archive that are needed next; none when it is read.
@@ -208,21 +199,16 @@ impl TorchArchive {
             let stage = std::mem::replace(&mut self.stage, Stage::Ends);
             let (next, wanted) = self.advance(stage)?;
             self.stage = next;
-            if !wanted.is_empty() || matches!(self.stage, Stage::Done(_) | Stage::Opened(_)) {
+            if !wanted.is_empty() || matches!(self.stage, Stage::Done(_)) {
                 self.wanted = wanted;
                 return Ok(());
             }
         }
     }
 
-    /// Everything that the archive holds; `None` if more bytes are wanted.
-    pub fn into_contents(self) -> Option<SavedContents> {
-        if let Stage::Done(contents) = self.stage { Some(contents) } else { None }
-    }
-
-    /// The archive with its pickle, if it was begun to be kept; `None` if more bytes are wanted.
+    /// The archive with its pickle; `None` if more bytes are wanted.
     pub fn into_opened(self) -> Option<OpenedArchive> {
-        if let Stage::Opened(opened) = self.stage { Some(opened) } else { None }
+        if let Stage::Done(opened) = self.stage { Some(opened) } else { None }
     }
 
     fn bytes(&self, span: &Range<u64>) -> Option<&[u8]> {
@@ -247,8 +233,8 @@ impl TorchArchive {
                 Ok((Stage::Pickle(Listing::new(unzip::parse_directory(bytes, directory)?, directory)?), Vec::new()))
             }
             Stage::Pickle(listing) => self.read_pickle(listing),
-            Stage::Storages(listing, found) => self.find_storages(listing, found),
-            Stage::Done(_) | Stage::Opened(_) => Ok((stage, Vec::new())),
+            Stage::Storages(listing, pickle) => self.find_storages(listing, pickle),
+            Stage::Done(_) => Ok((stage, Vec::new())),
         }
     }
 
@@ -300,13 +286,8 @@ impl TorchArchive {
             }
         }
         let bytes = self.content(&listing, pickle)?;
-        let allowed = self.keeps.unwrap_or(torch_state::is_allowed);
-        let pickle = unpickle::read(bytes, Limits::default(), &allowed)?;
-        let found = match self.keeps {
-            Some(_) => Found::Pickle(pickle),
-            None => Found::Object(torch_state::object(&pickle)?),
-        };
-        Ok((Stage::Storages(listing, found), Vec::new()))
+        let pickle = unpickle::read(bytes, Limits::default(), &self.allowed)?;
+        Ok((Stage::Storages(listing, pickle), Vec::new()))
     }
 
     /// The data of an entry whose region was given, with the right checksum.
@@ -346,51 +327,23 @@ impl TorchArchive {
     }
 
     /// The places of the storages, once the local headers before them are there.
-    fn find_storages(&self, listing: Listing, found: Found) -> Result<(Stage, Vec<Range<u64>>), FormatError> {
-        let keys: HashSet<&str> = match &found {
-            Found::Object(object) => object.tensors.iter().map(|tensor| tensor.storage.as_str()).collect(),
-            Found::Pickle(pickle) => torch_state::storage_keys(pickle),
-        };
-        let root = listing.root()?;
-        let mut keys: Vec<&str> = keys.into_iter().collect();
-        // Of several faults always the same is told.
-        keys.sort_unstable();
-        let mut numbers = BTreeMap::new();
-        for key in keys {
-            numbers.insert(key.to_owned(), listing.find(&format!("{root}data/{key}"))?);
-        }
-        let mut missing = self.missing(numbers.values().map(|number| self.local_header(&listing, *number)));
+    fn find_storages(&self, listing: Listing, pickle: Unpickled) -> Result<(Stage, Vec<Range<u64>>), FormatError> {
+        let root = listing.root()?.to_owned();
+        // In order, so that of several faults always the same is told.
+        let number = |key: &str| Ok((key.to_owned(), listing.find(&format!("{root}data/{key}"))?));
+        let numbers = torch_state::storage_keys(&pickle).into_iter().map(number);
+        let numbers = numbers.collect::<Result<Vec<(String, usize)>, FormatError>>()?;
+        let mut missing = self.missing(numbers.iter().map(|(_, number)| self.local_header(&listing, *number)));
         if !missing.is_empty() {
             missing.sort_unstable_by_key(|span| span.start);
-            return Ok((Stage::Storages(listing, found), missing));
+            return Ok((Stage::Storages(listing, pickle), missing));
         }
         let place = |(key, number): (String, usize)| -> Result<(String, (u64, u64)), FormatError> {
             Ok((key, (self.data_start(&listing, number)?, listing.entries[number].len_bytes)))
         };
-        let storages: Storages = numbers.into_iter().map(place).collect::<Result<_, _>>()?;
-        let stage = match found {
-            Found::Pickle(pickle) => Stage::Opened(OpenedArchive { pickle, storages }),
-            Found::Object(TorchObject { tensors, others }) => {
-                let tensors =
-                    tensors.into_iter().map(|tensor| saved(&storages, root, tensor)).collect::<Result<_, _>>()?;
-                Stage::Done(SavedContents { tensors, others })
-            }
-        };
-        Ok((stage, Vec::new()))
+        let storages = numbers.into_iter().map(place).collect::<Result<_, _>>()?;
+        Ok((Stage::Done(OpenedArchive { pickle, storages, root }), Vec::new()))
     }
-}
-
-/// First byte and length of each storage in the archive, by its key.
-type Storages = HashMap<String, (u64, u64)>;
-
-/// A tensor with the place of its storage.
-fn saved(storages: &Storages, root: &str, tensor: TorchTensor) -> Result<SavedTensor, FormatError> {
-    let entry = format!("{root}data/{}", tensor.storage);
-    let (storage_start, found) = *storages.get(&tensor.storage).ok_or_else(|| missing(&entry))?;
-    if found == tensor.storage_bytes {
-        return Ok(SavedTensor { tensor, storage_start });
-    }
-    Err(length(&entry, tensor.storage_bytes, found))
 }
 
 impl Listing {
@@ -442,7 +395,7 @@ mod tests {
 
     /// The tensors of an archive, and the number of spans of each request.
     fn read(bytes: &[u8]) -> Result<(Vec<SavedTensor>, Vec<usize>), FormatError> {
-        let mut archive = TorchArchive::new(bytes.len() as u64);
+        let mut archive = TorchArchive::new(bytes.len() as u64, torch_state::is_allowed);
         let mut requests = Vec::new();
         while !archive.wanted().is_empty() {
             requests.push(archive.wanted().len());
@@ -450,7 +403,7 @@ mod tests {
             let spans = spans.collect();
             archive.supply(spans)?;
         }
-        Ok((archive.into_contents().expect("nothing more is wanted").tensors, requests))
+        Ok((archive.into_opened().expect("nothing more is wanted").contents()?.tensors, requests))
     }
 
     fn row(bytes: &[u8], saved: &SavedTensor) -> String {
@@ -526,7 +479,7 @@ mod tests {
     #[test]
     fn bytes_that_were_not_asked_for_are_refused() {
         let bytes = fixture("archive 2");
-        let mut archive = TorchArchive::new(bytes.len() as u64);
+        let mut archive = TorchArchive::new(bytes.len() as u64, torch_state::is_allowed);
         let error = archive.supply(vec![bytes[1..].to_vec()]).unwrap_err().to_string();
         assert!(error.starts_with("torch archive: expected ") && error.contains(" bytes at 0, found "), "{error}");
     }

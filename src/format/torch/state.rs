@@ -1,16 +1,19 @@
 //! What a `.pt`, `.pth` or `.bin` file says of its tensors.
 //!
 //! Such a file is a zip archive: `<root>/data.pkl` is a pickle of the saved object, `<root>/data/<key>` the bytes of each storage.
-//! [`tensors`] walks the pickled object and finds every tensor in it, under a name made of the keys on the way there joined by
+//! [`leaves`] walks the pickled object and finds every tensor in it, under a name made of the keys on the way there joined by
 //! dots, as the state dictionaries of modules have them. What is no tensor (numbers, texts, arguments) has no place in a
 //! checkpoint of tensors and is passed over.
 
-use std::collections::HashSet;
+use std::collections::BTreeSet;
 
 use ckfs_tensor::DType;
 
 use super::{
-    super::pickle::read::{Id, PickleValue, Unpickled},
+    super::{
+        json::repeated,
+        pickle::read::{Id, PickleValue, Unpickled},
+    },
     write::{STORAGES, dtype_name},
 };
 use crate::FormatError;
@@ -46,6 +49,9 @@ pub struct TorchTensor {
     /// Bytes that the storage must have, at least, as the pickle says.
     pub storage_bytes: u64,
 }
+
+/// What stands for the file itself where messages name a tensor.
+pub(super) const FILE: &str = "(file)";
 
 /// A tensor that is not described as torch describes it.
 pub(super) fn malformed(name: &str, expected: &str) -> FormatError {
@@ -86,54 +92,8 @@ pub fn is_allowed(module: &str, name: &str) -> bool {
 /// Most values that are no tensors and are listed. Optimizers have a few for each tensor.
 pub(crate) const OTHERS_MAX: usize = 10_000;
 
-/// What a pickled object holds.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TorchObject {
-    /// The tensors, in the order of the pickle.
-    pub tensors: Vec<TorchTensor>,
-    /// What is no tensor: its name, the keys on the way to it joined by dots, and what it is. At most `OTHERS_MAX` of
-    /// them. Empty containers and `None` are passed over.
-    pub others: Vec<(String, String)>,
-}
-
-/// The tensors of a pickled object, in the order of the pickle.
-///
-/// # Errors
-/// [`FormatError`], the first that is met.
-pub fn tensors(pickle: &Unpickled) -> Result<Vec<TorchTensor>, FormatError> {
-    object(pickle).map(|object| object.tensors)
-}
-
-/// Everything that a pickled object holds.
-///
-/// # Errors
-/// [`FormatError`], the first that is met.
-pub fn object(pickle: &Unpickled) -> Result<TorchObject, FormatError> {
-    let mut walk = Walk::new(pickle);
-    walk.visit(pickle.root())?;
-    check_names(walk.found.tensors.iter().map(|tensor| &tensor.name))?;
-    Ok(walk.found)
-}
-
-/// Refuses two tensors of one name.
-fn check_names<'a>(mut tensors: impl Iterator<Item = &'a String>) -> Result<(), FormatError> {
-    let mut names = HashSet::new();
-    match tensors.find(|name| !names.insert(*name)) {
-        Some(name) => Err(FormatError(format!("tensor {name:?} is there twice"))),
-        None => Ok(()),
-    }
-}
-
-/// The tensor that a value is, called `name` in messages; `None` if it is none.
-///
-/// # Errors
-/// It is not described as torch describes tensors.
-pub fn tensor(pickle: &Unpickled, id: Id, name: &str) -> Result<Option<TorchTensor>, FormatError> {
-    Walk { path: vec![name.to_owned()], ..Walk::new(pickle) }.tensor(id)
-}
-
 /// The keys of all storages that a pickle refers to.
-pub(crate) fn storage_keys(pickle: &Unpickled) -> HashSet<&str> {
+pub(crate) fn storage_keys(pickle: &Unpickled) -> BTreeSet<&str> {
     let key = |value: &PickleValue| {
         let PickleValue::Persistent(id) = value else { return None };
         let [kind, _, key, ..] = pickle.sequence(*id)? else { return None };
@@ -151,14 +111,23 @@ fn is_tensor(pickle: &Unpickled, id: Id) -> bool {
     })
 }
 
-/// What is below a value.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Leaves {
-    /// Names and places of tensors.
-    pub tensors: Vec<(String, Id)>,
-    /// What is no tensor, as in [`TorchObject::others`].
+/// Whether a value is a parameter.
+fn is_parameter(pickle: &Unpickled, id: Id) -> bool {
+    pickle.call(id).is_some_and(|(callee, ..)| matches!(callee.name.as_str(), "_rebuild_parameter" | "Parameter"))
+}
+
+/// What an archive, or a value of its pickle, holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TorchContents<T> {
+    /// The tensors, in the order of the pickle.
+    pub tensors: Vec<T>,
+    /// What is no tensor: its name, the keys on the way to it joined by dots, and what it is. At most `OTHERS_MAX` of
+    /// them. Empty containers and `None` are passed over.
     pub others: Vec<(String, String)>,
 }
+
+/// Names and places of tensors, and what is none.
+pub type Leaves = TorchContents<(String, Id)>;
 
 /// Names and places of the values below `root` that are tensors of any kind, and what else there is. A tensor of a class of its
 /// own, as a `DTensor`, is the call that rebuilds it.
@@ -166,18 +135,18 @@ pub struct Leaves {
 /// # Errors
 /// [`FormatError`]: depth, repetition or names without end, or a name twice.
 pub fn leaves(pickle: &Unpickled, root: Id) -> Result<Leaves, FormatError> {
-    let mut walk = Walk { leaves: Some(Vec::new()), ..Walk::new(pickle) };
+    let found = Leaves { tensors: Vec::new(), others: Vec::new() };
+    let mut walk = Walk { pickle, found, path: Vec::new(), path_bytes: 0, visits: 0, name_bytes: 0 };
     walk.visit(root)?;
-    let tensors = walk.leaves.unwrap_or_default();
-    check_names(tensors.iter().map(|(name, _)| name))?;
-    Ok(Leaves { tensors, others: walk.found.others })
+    if let Some(name) = repeated(walk.found.tensors.iter().map(|(name, _)| name)).first() {
+        return Err(FormatError(format!("tensor {name:?} is there twice")));
+    }
+    Ok(walk.found)
 }
 
 struct Walk<'a> {
     pickle: &'a Unpickled,
-    found: TorchObject,
-    /// Takes tensors by place, if they are not to be described.
-    leaves: Option<Vec<(String, Id)>>,
+    found: Leaves,
     path: Vec<String>,
     path_bytes: usize,
     visits: usize,
@@ -185,12 +154,7 @@ struct Walk<'a> {
     name_bytes: usize,
 }
 
-impl<'a> Walk<'a> {
-    fn new(pickle: &'a Unpickled) -> Self {
-        let (found, path) = (TorchObject::default(), Vec::new());
-        Self { pickle, found, leaves: None, path, path_bytes: 0, visits: 0, name_bytes: 0 }
-    }
-
+impl Walk<'_> {
     fn visit(&mut self, id: Id) -> Result<(), FormatError> {
         if self.path.len() > DEPTH_MAX {
             let name = self.name();
@@ -208,14 +172,8 @@ impl<'a> Walk<'a> {
             PickleValue::Tuple(elements) => self.elements(elements),
             PickleValue::Object(object) => {
                 self.count_name()?;
-                let name = self.path.join(".");
-                if let Some(leaves) = self.leaves.as_mut() {
-                    if is_tensor(self.pickle, id) {
-                        leaves.push((name, id));
-                        return Ok(());
-                    }
-                } else if let Some(tensor) = self.tensor(id)? {
-                    self.found.tensors.push(tensor);
+                if is_tensor(self.pickle, id) {
+                    self.found.tensors.push((self.name(), id));
                     return Ok(());
                 }
                 if object.items.is_empty() && object.elements.is_empty() {
@@ -286,29 +244,48 @@ impl<'a> Walk<'a> {
     fn name(&self) -> String {
         self.path.join(".")
     }
+}
+
+/// A value that is described, with its name in messages.
+#[derive(Clone, Copy)]
+pub(super) struct Of<'a, 'b> {
+    pub(super) pickle: &'a Unpickled,
+    pub(super) name: &'b str,
+}
+
+impl<'a> Of<'a, '_> {
+    pub(super) fn malformed(self, expected: &str) -> FormatError {
+        malformed(self.name, expected)
+    }
+
+    pub(super) fn unsupported(self, found: impl std::fmt::Display) -> FormatError {
+        unsupported(self.name, found)
+    }
 
     /// The tensor that a value is, if it is one.
-    fn tensor(&self, id: Id) -> Result<Option<TorchTensor>, FormatError> {
+    pub(super) fn tensor(self, id: Id) -> Result<Option<TorchTensor>, FormatError> {
         let Some((callee, args, _)) = self.pickle.call(id) else { return Ok(None) };
-        let malformed = |expected| malformed(&self.name(), expected);
         match (callee.module.as_str(), callee.name.as_str()) {
-            // A parameter holds its tensor.
+            // A parameter holds its tensor, which is no parameter: hostile ones within each other have no end.
             ("torch._utils", "_rebuild_parameter") | ("torch.nn.parameter", "Parameter") => {
-                let tensor = args.first().map_or(Ok(None), |inner| self.tensor(*inner))?;
-                Ok(Some(tensor.ok_or_else(|| malformed("a parameter of a tensor"))?))
+                let inner = args.first().filter(|inner| !is_parameter(self.pickle, **inner));
+                let tensor = inner.map_or(Ok(None), |inner| self.tensor(*inner))?;
+                Ok(Some(tensor.ok_or_else(|| self.malformed("a parameter of a tensor"))?))
             }
             // A tensor that was given attributes: the call that would rebuild it, its class, and the arguments.
             ("torch._tensor", "_rebuild_from_type_v2") => {
-                let [function, class, inner, ..] = args else { return Err(malformed("a class and its arguments")) };
+                let [function, class, inner, ..] = args else {
+                    return Err(self.malformed("a class and its arguments"));
+                };
                 let (PickleValue::Global(function), PickleValue::Global(class)) =
                     (self.pickle.value(*function), self.pickle.value(*class))
                 else {
-                    return Err(malformed("a class"));
+                    return Err(self.malformed("a class"));
                 };
                 let is_plain =
                     matches!(class.name.as_str(), "Tensor" | "Parameter") && function.module == "torch._utils";
                 let inner = self.pickle.sequence(*inner).filter(|_| is_plain);
-                let inner = inner.ok_or_else(|| unsupported(&self.name(), class))?;
+                let inner = inner.ok_or_else(|| self.unsupported(class))?;
                 self.rebuilt(&function.name, inner).map(Some)
             }
             ("torch._utils", rebuild) => self.rebuilt(rebuild, args).map(Some),
@@ -316,56 +293,53 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn rebuilt(&self, rebuild: &str, args: &[Id]) -> Result<TorchTensor, FormatError> {
-        let malformed = |expected| malformed(&self.name(), expected);
+    fn rebuilt(self, rebuild: &str, args: &[Id]) -> Result<TorchTensor, FormatError> {
         let [storage, offset, sizes, strides, ..] = args else {
-            return Err(malformed("storage, offset, sizes and strides"));
+            return Err(self.malformed("storage, offset, sizes and strides"));
         };
-        let (class, storage, count) = self.storage(*storage).ok_or_else(|| malformed("a storage"))?;
+        let (class, storage, count) = self.storage(*storage).ok_or_else(|| self.malformed("a storage"))?;
         let typed = STORAGES.iter().find(|(known, _)| *known == class);
         let (dtype, element_of_count, metadata) = match (rebuild, typed) {
             ("_rebuild_tensor_v2", Some((_, dtype))) => (*dtype, dtype.element_bytes().unwrap_or(1), args.get(6)),
             // Without a class of its own, the type is an argument and the storage counts bytes.
             ("_rebuild_tensor_v3", None) => {
-                let named = args.get(6).ok_or_else(|| malformed("a dtype"))?;
-                let PickleValue::Global(name) = self.pickle.value(*named) else { return Err(malformed("a dtype")) };
-                let unsupported = || unsupported(&self.name(), name);
+                let named = args.get(6).ok_or_else(|| self.malformed("a dtype"))?;
+                let PickleValue::Global(name) = self.pickle.value(*named) else {
+                    return Err(self.malformed("a dtype"));
+                };
+                let unsupported = || self.unsupported(name);
                 (dtype_of(&name.name).ok_or_else(unsupported)?, 1, args.get(7))
             }
-            _ => return Err(malformed("a typed storage, or bytes and a dtype")),
+            _ => return Err(self.malformed("a typed storage, or bytes and a dtype")),
         };
         // Conjugated and negated tensors have other values than their bytes say.
         let is_plain = |id: &Id| {
             *self.pickle.value(*id) == PickleValue::None || self.pickle.items(*id).is_some_and(<[_]>::is_empty)
         };
         if !metadata.is_none_or(is_plain) {
-            return Err(unsupported(&self.name(), "a tensor with metadata"));
+            return Err(self.unsupported("a tensor with metadata"));
         }
-        let numbers = |id: Id| self.numbers(id).ok_or_else(|| malformed("sizes and strides of whole numbers"));
+        let numbers =
+            |id: Id| self.pickle.sizes(id).ok_or_else(|| self.malformed("sizes and strides of whole numbers"));
         let (shape, strides) = (numbers(*sizes)?, numbers(*strides)?);
         if shape.len() != strides.len() {
-            return Err(malformed("as many strides as sizes"));
+            return Err(self.malformed("as many strides as sizes"));
         }
-        let offset = self.pickle.natural(*offset).ok_or_else(|| malformed("an offset"))?;
+        let offset = self.pickle.natural(*offset).ok_or_else(|| self.malformed("an offset"))?;
         let storage_bytes =
-            count.checked_mul(element_of_count).ok_or_else(|| malformed("a storage that fits 64 bits"))?;
-        let tensor = TorchTensor { name: self.name(), dtype, shape, strides, storage, offset, storage_bytes };
+            count.checked_mul(element_of_count).ok_or_else(|| self.malformed("a storage that fits 64 bits"))?;
+        let tensor = TorchTensor { name: self.name.to_owned(), dtype, shape, strides, storage, offset, storage_bytes };
         let fits = tensor.end_bytes().is_some_and(|end| end <= storage_bytes);
-        if fits { Ok(tensor) } else { Err(malformed("a tensor inside its storage")) }
+        if fits { Ok(tensor) } else { Err(self.malformed("a tensor inside its storage")) }
     }
 
     /// Class, key and number of elements of a storage.
-    fn storage(&self, id: Id) -> Option<(&str, String, u64)> {
+    fn storage(self, id: Id) -> Option<(&'a str, String, u64)> {
         let PickleValue::Persistent(id) = self.pickle.value(id) else { return None };
         let [kind, class, key, _, count] = self.pickle.sequence(*id)? else { return None };
         let PickleValue::Global(class) = self.pickle.value(*class) else { return None };
         let right = self.pickle.text(*kind)? == "storage";
         right.then_some((class.name.as_str(), self.pickle.text(*key)?.to_owned(), self.pickle.natural(*count)?))
-    }
-
-    fn numbers(&self, id: Id) -> Option<Vec<u64>> {
-        let elements = self.pickle.sequence(self.pickle.size(id))?;
-        elements.iter().map(|element| self.pickle.natural(*element)).collect()
     }
 }
 
@@ -401,7 +375,9 @@ X\x03\x00\x00\x00arrq(]q)h\x06((h\x07h\x08X\x01\x00\x00\x003q*h\x0aK\x01tq+QK\x0
     fn read(bytes: &[u8]) -> Result<Vec<TorchTensor>, String> {
         let pickle =
             unpickle::read(bytes, Limits::default(), &is_allowed).map_err(|error: FormatError| error.to_string())?;
-        tensors(&pickle).map_err(|error| error.to_string())
+        let found = leaves(&pickle, pickle.root()).map_err(|error| error.to_string())?;
+        let tensor = |(name, id): &(String, Id)| Of { pickle: &pickle, name }.tensor(*id).transpose();
+        found.tensors.iter().filter_map(tensor).collect::<Result<_, _>>().map_err(|error| error.to_string())
     }
 
     #[test]
@@ -440,6 +416,17 @@ X\x03\x00\x00\x00arrq(]q)h\x06((h\x07h\x08X\x01\x00\x00\x003q*h\x0aK\x01tq+QK\x0
         let count = bytes.windows(4).position(|window| window == b"K\x06tq").unwrap();
         bytes[count + 1] = 5;
         assert_eq!(read(&bytes).unwrap_err(), "tensor \"model.w\": expected a tensor inside its storage");
+    }
+
+    #[test]
+    fn parameters_within_each_other_are_refused_at_once() {
+        let count = 1 << 20;
+        let mut bytes = b"\x80\x02ctorch._utils\n_rebuild_parameter\nq\x00".to_vec();
+        bytes.extend(b"h\x00".repeat(count));
+        bytes.extend(b"N");
+        bytes.extend(b"\x85R".repeat(count));
+        bytes.push(b'.');
+        assert_eq!(read(&bytes).unwrap_err(), "tensor \"\": expected a parameter of a tensor");
     }
 
     #[test]

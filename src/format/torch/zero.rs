@@ -15,7 +15,7 @@ use super::{
         write::Pickle,
     },
     distributed,
-    state::{is_listed, malformed, unsupported},
+    state::{FILE, Of, is_listed, malformed, unsupported},
 };
 use crate::FormatError;
 
@@ -105,21 +105,17 @@ pub fn copied(pickle: &Unpickled, id: Id) -> Result<Copied, String> {
     Ok(Copied { pickle, storages })
 }
 
-struct Of<'a> {
-    pickle: &'a Unpickled,
-}
-
 /// Reads a file of model states.
 ///
 /// # Errors
 /// [`FormatError`]: it is not what DeepSpeed writes.
 pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, FormatError> {
-    let (of, root) = (Of { pickle }, pickle.root());
-    let names = of.member(root, "buffer_names")?;
+    let (of, root) = (Of { pickle, name: FILE }, pickle.root());
+    let names = of.required(root, "buffer_names")?;
     let names = pickle.sequence(names).or_else(|| set(pickle, names)).unwrap_or_default();
     let text = |id: &Id| pickle.text(*id).map(str::to_owned).ok_or_else(|| malformed("buffer_names", "a name"));
     let buffers = names.iter().map(text).collect::<Result<_, _>>()?;
-    let groups = of.member(root, "param_shapes")?;
+    let groups = of.required(root, "param_shapes")?;
     let groups = pickle.sequence(groups).map_or_else(|| vec![groups], <[Id]>::to_vec);
     let groups = groups.iter().map(|group| of.shapes("param_shapes", *group)).collect::<Result<_, _>>()?;
     let frozen = match (of.present(root, "frozen_param_shapes"), of.present(root, "frozen_param_fragments")) {
@@ -166,16 +162,16 @@ pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, FormatError> {
 /// # Errors
 /// [`FormatError`]: it is not what DeepSpeed writes with ZeRO.
 pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, FormatError> {
-    let of = Of { pickle };
-    let state = of.member(pickle.root(), "optimizer_state_dict")?;
-    let stage = of.member(state, "zero_stage")?;
+    let of = Of { pickle, name: FILE };
+    let state = of.required(pickle.root(), "optimizer_state_dict")?;
+    let stage = of.required(state, "zero_stage")?;
     let stage = match pickle.call(stage) {
         Some((_, [number], _)) => *number,
         Some(_) | None => stage,
     };
     let stage = pickle.natural(stage).filter(|stage| (1..=3).contains(stage));
     let stage = stage.ok_or_else(|| malformed("zero_stage", "1, 2 or 3"))?;
-    let partitions = of.member(state, "partition_count")?;
+    let partitions = of.required(state, "partition_count")?;
     let partitions =
         pickle.naturals(partitions).ok_or_else(|| malformed("partition_count", "numbers of partitions"))?;
     if of.present(state, "ds_zero_partition_groups").is_some() {
@@ -183,7 +179,7 @@ pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, FormatErr
         return Err(unsupported("ds_zero_partition_groups", found));
     }
     let key = if stage == 3 { "fp32_flat_groups" } else { "single_partition_of_fp32_groups" };
-    let flat = of.member(state, key)?;
+    let flat = of.required(state, key)?;
     let flat = pickle.sequence(flat).ok_or_else(|| malformed(key, "a list of partitions"))?.to_vec();
     let paddings = match of.present(state, "param_alignment_paddings") {
         Some(groups) => {
@@ -208,19 +204,19 @@ fn set(pickle: &Unpickled, id: Id) -> Option<&[Id]> {
     if let PickleValue::Set(elements) = pickle.value(id) { Some(elements) } else { None }
 }
 
-impl Of<'_> {
+impl Of<'_, '_> {
     fn present(&self, state: Id, key: &str) -> Option<Id> {
         self.pickle.item(state, key).filter(|id| *self.pickle.value(*id) != PickleValue::None)
     }
 
-    fn member(&self, state: Id, key: &'static str) -> Result<Id, FormatError> {
-        self.present(state, key).ok_or_else(|| malformed("(file)", key))
+    fn required(&self, state: Id, key: &'static str) -> Result<Id, FormatError> {
+        self.present(state, key).ok_or_else(|| self.malformed(key))
     }
 
     /// What `ds_to_universal` keeps of the optimizer's state as a whole: with ZeRO 3 all that the first rank has.
     fn shared(&self, state: Id, (base, flat): (&'static str, &str), stage: u64) -> Result<Copied, String> {
         let pickle = self.pickle;
-        let groups = self.member(state, base).and_then(|base| self.member(base, "param_groups"));
+        let groups = self.required(state, base).and_then(|base| self.required(base, "param_groups"));
         let groups = groups.map_err(|error| error.to_string())?;
         let mut copy = Pickle::new();
         copy.ops(b"}");
@@ -261,9 +257,8 @@ impl Of<'_> {
 
     fn shapes(&self, what: &str, id: Id) -> Result<Vec<Shaped>, FormatError> {
         let shape = |(name, id): Named| {
-            let numbers = self.pickle.size(id);
-            let numbers = self.pickle.sequence(numbers).and_then(|_| self.pickle.naturals(numbers));
-            Ok((name.clone(), numbers.ok_or_else(|| malformed(&name, "a shape"))?))
+            let shape = self.pickle.sizes(id).ok_or_else(|| malformed(&name, "a shape"))?;
+            Ok((name, shape))
         };
         self.pairs(what, id)?.into_iter().map(shape).collect()
     }

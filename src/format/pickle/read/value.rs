@@ -168,6 +168,12 @@ impl Unpickled {
         one.or_else(|| self.sequence(id)?.iter().map(|number| self.natural(*number)).collect())
     }
 
+    /// The numbers of a `torch.Size`, a tuple or a list.
+    pub(crate) fn sizes(&self, id: Id) -> Option<Vec<u64>> {
+        let id = self.size(id);
+        self.sequence(id).and_then(|_| self.naturals(id))
+    }
+
     /// The elements of a tuple or a list.
     pub fn sequence(&self, id: Id) -> Option<&[Id]> {
         let value = self.value(id);
