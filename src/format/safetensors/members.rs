@@ -1,6 +1,6 @@
 //! The members of a header's JSON, in order and each as often as it comes.
 
-use std::{fmt, marker::PhantomData};
+use std::{fmt, marker::PhantomData, sync::LazyLock};
 
 use ckfs_tensor::DType;
 use safetensors::{Dtype, tensor::TensorInfo};
@@ -71,31 +71,12 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Members<T> {
 
 /// The dtype of a tensor; `None` if a later version of the crate has one that ckfs does not know.
 pub(super) fn dtype_of(dtype: Dtype) -> Option<DType> {
-    Some(match dtype {
-        Dtype::BOOL => DType::Bool,
-        Dtype::F4 => DType::F4,
-        Dtype::F6_E2M3 => DType::F6E2M3,
-        Dtype::F6_E3M2 => DType::F6E3M2,
-        Dtype::U8 => DType::U8,
-        Dtype::I8 => DType::I8,
-        Dtype::F8_E5M2 => DType::F8E5M2,
-        Dtype::F8_E4M3 => DType::F8E4M3,
-        Dtype::F8_E8M0 => DType::F8E8M0,
-        Dtype::F8_E4M3FNUZ => DType::F8E4M3Fnuz,
-        Dtype::F8_E5M2FNUZ => DType::F8E5M2Fnuz,
-        Dtype::I16 => DType::I16,
-        Dtype::U16 => DType::U16,
-        Dtype::F16 => DType::F16,
-        Dtype::BF16 => DType::BF16,
-        Dtype::I32 => DType::I32,
-        Dtype::U32 => DType::U32,
-        Dtype::F32 => DType::F32,
-        Dtype::C64 => DType::C64,
-        Dtype::F64 => DType::F64,
-        Dtype::I64 => DType::I64,
-        Dtype::U64 => DType::U64,
-        _ => return None,
-    })
+    // By their codes, which are the crate's.
+    static ALL: LazyLock<Vec<(Dtype, DType)>> = LazyLock::new(|| {
+        let pair = |own: &DType| Some((serde_json::from_value(own.code().into()).ok()?, *own));
+        DType::ALL.iter().filter_map(pair).collect()
+    });
+    ALL.iter().find(|(of, _)| *of == dtype).map(|(_, own)| *own)
 }
 
 #[cfg(test)]

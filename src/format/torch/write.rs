@@ -11,31 +11,12 @@ use super::super::pickle::write::Pickle;
 pub const ROOT: &str = "archive";
 
 /// Name in torch of a type, or `None` for those that torch has not.
-pub const fn dtype_name(dtype: DType) -> Option<&'static str> {
-    Some(match dtype {
-        DType::F6E2M3 | DType::F6E3M2 => return None,
+pub fn dtype_name(dtype: DType) -> Option<&'static str> {
+    if dtype == DType::F4 {
         // Since 2.8. Two of them are one element.
-        DType::F4 => "float4_e2m1fn_x2",
-        DType::Bool
-        | DType::U8
-        | DType::I8
-        | DType::F8E5M2
-        | DType::F8E4M3
-        | DType::F8E8M0
-        | DType::F8E4M3Fnuz
-        | DType::F8E5M2Fnuz
-        | DType::I16
-        | DType::U16
-        | DType::F16
-        | DType::BF16
-        | DType::I32
-        | DType::U32
-        | DType::F32
-        | DType::C64
-        | DType::F64
-        | DType::I64
-        | DType::U64 => dtype.name(),
-    })
+        return Some("float4_e2m1fn_x2");
+    }
+    dtype.element_bytes().map(|_| dtype.name())
 }
 
 /// The region in elements of torch, or `None` where that splits one: two 4-bit floats of a row are one element.
