@@ -280,7 +280,7 @@ impl DcpMetadata {
         let mut count = byte_counter();
         let mut lengths: Vec<u64> =
             (0..self.before_tensors()).map(|group| count(&|out| self.before(group, out))).collect();
-        let end = count(&|out| self.writer.end_tensor(out));
+        let end = count(&|out| out.extend(&self.writer.end_tensor));
         lengths.extend((0..self.tensors.len()).map(|number| {
             let chunks = self.blocks(number).last().map_or(0, |block| block.chunks_end);
             count(&|out| self.description(number, out)) + chunks + end
@@ -294,20 +294,20 @@ impl DcpMetadata {
 
     fn begin_segments(&self, out: &mut Vec<u8>) {
         self.objects.iter().for_each(|(name, ..)| self.writer.object(name, out));
-        self.writer.begin_segments(out);
+        out.extend(&self.writer.begin_segments);
     }
 
     fn end(&self, out: &mut Vec<u8>) {
         for (name, start, len) in &self.objects {
             self.writer.object_segment(name, OBJECTS, (*start, *len), out);
         }
-        self.writer.end(out);
+        out.extend(&self.writer.end);
     }
 
     fn before(&self, group: usize, out: &mut Vec<u8>) {
-        let Some(block) = group.checked_sub(1) else { return self.writer.head(out) };
+        let Some(block) = group.checked_sub(1) else { return out.extend(&self.writer.head) };
         if group + 1 == self.before_tensors() {
-            return self.writer.begin(out);
+            return out.extend(&self.writer.begin);
         }
         let block_files = to_usize(BLOCK);
         for (number, device) in (0..).zip(&self.holders).skip(block * block_files).take(block_files) {
@@ -387,7 +387,7 @@ impl GeneratedRecords for DcpMetadata {
         match self.group(group) {
             RowGroup::Before => self.before(group, out),
             RowGroup::Tensor(number) if block == 0 => self.description(number, out),
-            RowGroup::Tensor(number) if block > self.blocks(number).len() => self.writer.end_tensor(out),
+            RowGroup::Tensor(number) if block > self.blocks(number).len() => out.extend(&self.writer.end_tensor),
             RowGroup::Tensor(number) => self.chunk_block(number, block - 1, out),
             RowGroup::BeginSegments => self.begin_segments(out),
             RowGroup::Segments(number) => self.segment_block(number, block, out),

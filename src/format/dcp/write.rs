@@ -89,17 +89,22 @@ const OPCODES: [(&str, &[u8]); 14] = [
 /// Writes the parts of the metadata. Its parts stand between the numbers of rows.
 #[derive(Clone, Debug)]
 pub struct Writer {
-    head: Vec<u8>,
-    begin: Vec<u8>,
+    /// What stands before everything else.
+    pub head: Vec<u8>,
+    /// The start of the tensors.
+    pub begin: Vec<u8>,
     tensor: BTreeMap<DType, Vec<u8>>,
     tensor_chunks: Vec<u8>,
     chunk: [Vec<u8>; 3],
-    end_tensor: Vec<u8>,
-    begin_segments: Vec<u8>,
+    /// The end of a tensor's chunks.
+    pub end_tensor: Vec<u8>,
+    /// The start of the segments.
+    pub begin_segments: Vec<u8>,
     segment: [Vec<u8>; 7],
     object: Vec<u8>,
     object_segment: Vec<u8>,
-    end: Vec<u8>,
+    /// The end of the file.
+    pub end: Vec<u8>,
     /// Slot of the name of file 0.
     first_file: u32,
     /// Slot of the name of tensor 0.
@@ -180,21 +185,11 @@ impl Writer {
         })
     }
 
-    /// Appends what stands before everything else.
-    pub fn head(&self, out: &mut Vec<u8>) {
-        out.extend(&self.head);
-    }
-
     /// Appends the name of a file.
     pub fn file(&self, number: u32, name: &str, out: &mut Vec<u8>) {
         push_text(out, name);
         push_put(out, self.first_file + number);
         out.push(b'0');
-    }
-
-    /// Appends the start of the tensors.
-    pub fn begin(&self, out: &mut Vec<u8>) {
-        out.extend(&self.begin);
     }
 
     /// Appends the description of a tensor: what follows are its chunks.
@@ -217,16 +212,6 @@ impl Writer {
         out.extend(sizes);
         push_ints(out, chunk.shape().extents());
         out.extend(end);
-    }
-
-    /// Appends the end of a tensor's chunks.
-    pub fn end_tensor(&self, out: &mut Vec<u8>) {
-        out.extend(&self.end_tensor);
-    }
-
-    /// Appends the start of the segments.
-    pub fn begin_segments(&self, out: &mut Vec<u8>) {
-        out.extend(&self.begin_segments);
     }
 
     /// Appends where chunk number `index` of tensor number `tensor` is.
@@ -266,10 +251,5 @@ impl Writer {
         out.extend(length);
         push_wide_int(out, len);
         out.extend(end);
-    }
-
-    /// Appends the end of the file.
-    pub fn end(&self, out: &mut Vec<u8>) {
-        out.extend(&self.end);
     }
 }

@@ -91,20 +91,20 @@ fn written(chunks: &[[(u64, u64); 2]], stored: &[[(u64, u64); 2]], path: &str) -
     let whole = Shape::try_new(&[40, 60]).unwrap();
     let region = |chunk: &[(u64, u64); 2]| Region::within(&whole, &chunk.map(|(start, end)| start..end)).unwrap();
     let mut bytes = Vec::new();
-    writer.head(&mut bytes);
+    bytes.extend(&writer.head);
     writer.file(0, path, &mut bytes);
-    writer.begin(&mut bytes);
+    bytes.extend(&writer.begin);
     writer.tensor(0, "t", DType::BF16, &shape, &mut bytes);
     for chunk in chunks {
         writer.chunk(&region(chunk), &mut bytes);
     }
-    writer.end_tensor(&mut bytes);
-    writer.begin_segments(&mut bytes);
+    bytes.extend(&writer.end_tensor);
+    bytes.extend(&writer.begin_segments);
     for (number, chunk) in stored.iter().enumerate() {
         let segment = DcpSegment { file: 0, offset: 100 * number as u64, len: 100 };
         writer.segment(0, &region(chunk), number as u64, segment, &mut bytes);
     }
-    writer.end(&mut bytes);
+    bytes.extend(&writer.end);
     bytes
 }
 
@@ -125,17 +125,17 @@ fn what_this_crate_writes_is_read() {
 fn what_is_no_tensor_is_described_without_chunks() {
     let writer = Writer::new(0, []).unwrap();
     let mut bytes = Vec::new();
-    writer.head(&mut bytes);
-    writer.begin(&mut bytes);
+    bytes.extend(&writer.head);
+    bytes.extend(&writer.begin);
     let objects = [("optim.groups", 0, 1 << 40), ("step", 1 << 40, 7)];
     for (name, ..) in &objects {
         writer.object(name, &mut bytes);
     }
-    writer.begin_segments(&mut bytes);
+    bytes.extend(&writer.begin_segments);
     for (name, at, len) in &objects {
         writer.object_segment(name, "o.distcp", (*at, *len), &mut bytes);
     }
-    writer.end(&mut bytes);
+    bytes.extend(&writer.end);
     let state = DcpState::parse(&bytes).unwrap();
     assert_eq!((state.files.as_slice(), state.tensors.len()), (&["o.distcp".to_owned()][..], 0));
     let object = |(name, offset, len): (&str, u64, u64)| DcpObject {
