@@ -79,12 +79,7 @@ impl DeltaFormat {
 
     /// Whether `digest` can be one of new bytes.
     pub fn is_digest(self, digest: &str) -> bool {
-        let digits = match self.checksum {
-            Checksum::Xxh3 => 32,
-            Checksum::Blake3 => 64,
-            Checksum::Adler32 => 8,
-        };
-        digest.len() == digits && digest.bytes().all(|byte| byte.is_ascii_hexdigit())
+        digest.len() == self.digest(&[]).len() && digest.bytes().all(|byte| byte.is_ascii_hexdigit())
     }
 
     /// The digest of bytes, in lower case.
