@@ -101,6 +101,8 @@ impl Manifest {
             return wrong("kind", "versions".to_owned(), "a numbered manifest without".to_owned());
         };
         if numbered.uuid != self.uuid {
+            // All digits, the first byte first.
+            let hex = |uuid| format!("{:032x}", u128::from_le_bytes(uuid).swap_bytes());
             return wrong("database", hex(self.uuid), hex(numbered.uuid));
         }
         if latest.generation != generation {
@@ -108,13 +110,6 @@ impl Manifest {
         }
         Ok(numbered)
     }
-}
-
-/// All digits, the first byte first.
-fn hex(uuid: [u8; 16]) -> String {
-    let mut reversed = uuid;
-    reversed.reverse();
-    format!("{:032x}", u128::from_le_bytes(reversed))
 }
 
 /// A column of the numbers of versions, which must increase, from 1 on.
