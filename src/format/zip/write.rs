@@ -52,18 +52,6 @@ fn narrow_count(number: usize) -> u16 {
     u16::try_from(number).unwrap_or(u16::MAX)
 }
 
-fn put16(bytes: &mut Vec<u8>, numbers: &[u16]) {
-    bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
-}
-
-fn put32(bytes: &mut Vec<u8>, numbers: &[u32]) {
-    bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
-}
-
-fn put64(bytes: &mut Vec<u8>, numbers: &[u64]) {
-    bytes.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
-}
-
 fn version(wide: bool) -> u16 {
     if wide { VERSION.0 } else { VERSION.1 }
 }
@@ -80,21 +68,21 @@ impl ZipWriter {
         let wide = len > NARROW_MAX;
         let mut extra = Vec::new();
         if wide {
-            put16(&mut extra, &[WIDE_ID, 16]);
-            put64(&mut extra, &[len, len]);
+            extra.extend([WIDE_ID, 16].map(u16::to_le_bytes).as_flattened());
+            extra.extend([len, len].map(u64::to_le_bytes).as_flattened());
         }
         let start = self.at + 30 + u64::from(name_len) + extra.len() as u64;
         if !start.is_multiple_of(alignment) {
             // The field itself takes 4 bytes.
             let padding = (start + 4).next_multiple_of(alignment) - start - 4;
             let padding = usize::try_from(padding).expect("less than the alignment");
-            put16(&mut extra, &[PADDING_ID, short(padding)]);
+            extra.extend([PADDING_ID, short(padding)].map(u16::to_le_bytes).as_flattened());
             extra.resize(extra.len() + padding, b'Z');
         }
         let mut bytes = b"PK\x03\x04".to_vec();
-        put16(&mut bytes, &[version(wide), FLAGS, 0, 0, DATE]);
-        put32(&mut bytes, &[crc, narrow(len), narrow(len)]);
-        put16(&mut bytes, &[name_len, short(extra.len())]);
+        bytes.extend([version(wide), FLAGS, 0, 0, DATE].map(u16::to_le_bytes).as_flattened());
+        bytes.extend([crc, narrow(len), narrow(len)].map(u32::to_le_bytes).as_flattened());
+        bytes.extend([name_len, short(extra.len())].map(u16::to_le_bytes).as_flattened());
         bytes.extend(name.as_bytes());
         bytes.extend(extra);
         self.entries.push(Entry { name: name.to_owned(), crc, len, offset: self.at });
@@ -109,21 +97,23 @@ impl ZipWriter {
         for entry in self.entries {
             let mut wide = Vec::new();
             if entry.len > NARROW_MAX {
-                put64(&mut wide, &[entry.len, entry.len]);
+                wide.extend([entry.len, entry.len].map(u64::to_le_bytes).as_flattened());
             }
             if entry.offset > NARROW_MAX {
-                put64(&mut wide, &[entry.offset]);
+                wide.extend(entry.offset.to_le_bytes());
             }
             let extra = if wide.is_empty() { 0 } else { 4 + wide.len() };
             bytes.extend(b"PK\x01\x02");
             // Made by the same version, on no system in particular.
-            put16(&mut bytes, &[version(extra > 0), version(extra > 0), FLAGS, 0, 0, DATE]);
-            put32(&mut bytes, &[entry.crc, narrow(entry.len), narrow(entry.len)]);
-            put16(&mut bytes, &[short(entry.name.len()), short(extra), 0, 0, 0]);
-            put32(&mut bytes, &[0, narrow(entry.offset)]);
+            bytes.extend(
+                [version(extra > 0), version(extra > 0), FLAGS, 0, 0, DATE].map(u16::to_le_bytes).as_flattened(),
+            );
+            bytes.extend([entry.crc, narrow(entry.len), narrow(entry.len)].map(u32::to_le_bytes).as_flattened());
+            bytes.extend([short(entry.name.len()), short(extra), 0, 0, 0].map(u16::to_le_bytes).as_flattened());
+            bytes.extend([0, narrow(entry.offset)].map(u32::to_le_bytes).as_flattened());
             bytes.extend(entry.name.as_bytes());
             if extra > 0 {
-                put16(&mut bytes, &[WIDE_ID, short(wide.len())]);
+                bytes.extend([WIDE_ID, short(wide.len())].map(u16::to_le_bytes).as_flattened());
                 bytes.extend(wide);
             }
         }
@@ -132,19 +122,19 @@ impl ZipWriter {
         if many || start > NARROW_MAX || len > NARROW_MAX {
             bytes.extend(b"PK\x06\x06");
             // Length of the rest of this record.
-            put64(&mut bytes, &[44]);
-            put16(&mut bytes, &[VERSION.0, VERSION.0]);
-            put32(&mut bytes, &[0, 0]);
-            put64(&mut bytes, &[count as u64, count as u64, len, start]);
+            bytes.extend(44_u64.to_le_bytes());
+            bytes.extend([VERSION.0, VERSION.0].map(u16::to_le_bytes).as_flattened());
+            bytes.extend([0, 0].map(u32::to_le_bytes).as_flattened());
+            bytes.extend([count as u64, count as u64, len, start].map(u64::to_le_bytes).as_flattened());
             bytes.extend(b"PK\x06\x07");
-            put32(&mut bytes, &[0]);
-            put64(&mut bytes, &[start + len]);
-            put32(&mut bytes, &[1]);
+            bytes.extend(0_u32.to_le_bytes());
+            bytes.extend((start + len).to_le_bytes());
+            bytes.extend(1_u32.to_le_bytes());
         }
         bytes.extend(b"PK\x05\x06");
-        put16(&mut bytes, &[0, 0, narrow_count(count), narrow_count(count)]);
-        put32(&mut bytes, &[narrow(len), narrow(start)]);
-        put16(&mut bytes, &[0]);
+        bytes.extend([0, 0, narrow_count(count), narrow_count(count)].map(u16::to_le_bytes).as_flattened());
+        bytes.extend([narrow(len), narrow(start)].map(u32::to_le_bytes).as_flattened());
+        bytes.extend(0_u16.to_le_bytes());
         bytes
     }
 }
