@@ -113,7 +113,7 @@ static TYPES: [BlockType; 26] = [
     row(16, "IQ2_XXS", SUPER, 66, |b, y| {
         let word = |i: usize| long(b, 2 + i / 32 * 8 + 4);
         each(y, |i| {
-            let value = GRIDS.iq2_xxs[usize::from(b[2 + i / 32 * 8 + i / 8 % 4]) * 8 + i % 8];
+            let value = GRIDS[IQ2_XXS][usize::from(b[2 + i / 32 * 8 + i / 8 % 4]) * 8 + i % 8];
             half(b, 0) * (0.5 + above(word(i))) * 0.25 * value * sign(signs(word(i), i), i)
         });
     }),
@@ -121,20 +121,20 @@ static TYPES: [BlockType; 26] = [
         each(y, |i| {
             let code = usize::from(short(b, 2 + i / 8 * 2));
             let scale = half(b, 0) * (0.5 + float(halves(&b[66..], i / 16))) * 0.25;
-            scale * GRIDS.iq2_xs[code % 512 * 8 + i % 8] * sign(even(code >> 9), i)
+            scale * GRIDS[IQ2_XS][code % 512 * 8 + i % 8] * sign(even(code >> 9), i)
         });
     }),
     row(22, "IQ2_S", SUPER, 82, |b, y| {
         each(y, |i| {
             let code = usize::from(b[2 + i / 8]) | usize::from(b[66 + i / 32] >> (i / 8 % 4 * 2) & 3) << 8;
             let scale = half(b, 0) * (0.5 + float(halves(&b[74..], i / 16))) * 0.25;
-            scale * GRIDS.iq2_s[code * 8 + i % 8] * sign(b[34 + i / 8], i)
+            scale * GRIDS[IQ2_S][code * 8 + i % 8] * sign(b[34 + i / 8], i)
         });
     }),
     row(18, "IQ3_XXS", SUPER, 98, |b, y| {
         let word = |i: usize| long(b, 66 + i / 32 * 4);
         each(y, |i| {
-            let value = GRIDS.iq3_xxs[usize::from(b[2 + i / 4]) * 4 + i % 4];
+            let value = GRIDS[IQ3_XXS][usize::from(b[2 + i / 4]) * 4 + i % 4];
             half(b, 0) * (0.5 + above(word(i))) * 0.5 * value * sign(signs(word(i), i), i)
         });
     }),
@@ -142,7 +142,7 @@ static TYPES: [BlockType; 26] = [
         each(y, |i| {
             let code = usize::from(b[2 + i / 4]) | usize::from(bit(b[66 + i / 32], i / 4 % 8)) << 8;
             let scale = half(b, 0) * float(1 + 2 * halves(&b[106..], i / 32));
-            scale * GRIDS.iq3_s[code * 4 + i % 4] * sign(b[74 + i / 8], i)
+            scale * GRIDS[IQ3_S][code * 4 + i % 4] * sign(b[74 + i / 8], i)
         });
     }),
     row(19, "IQ1_S", SUPER, 50, |b, y| {
@@ -150,7 +150,7 @@ static TYPES: [BlockType; 26] = [
             let high = short(b, 34 + i / 32 * 2);
             let code = usize::from(b[2 + i / 8]) | usize::from(high >> (i / 8 % 4 * 3) & 7) << 8;
             let scale = half(b, 0) * f32::from(2 * (high >> 12 & 7) + 1);
-            scale * (GRIDS.iq1[code * 8 + i % 8] + delta(high & 0x8000 != 0))
+            scale * (GRIDS[IQ1_S][code * 8 + i % 8] + delta(high & 0x8000 != 0))
         });
     }),
     row(29, "IQ1_M", SUPER, 56, |b, y| {
@@ -159,7 +159,9 @@ static TYPES: [BlockType; 26] = [
             let scale = short(b, 48 + i / 64 * 2) >> (i / 16 % 4 * 3) & 7;
             let high = halves(&b[32..], i / 8);
             let code = usize::from(b[i / 8]) | usize::from(high & 7) << 8;
-            f16::from_bits(d).to_f32() * f32::from(2 * scale + 1) * (GRIDS.iq1[code * 8 + i % 8] + delta(high & 8 != 0))
+            f16::from_bits(d).to_f32()
+                * f32::from(2 * scale + 1)
+                * (GRIDS[IQ1_S][code * 8 + i % 8] + delta(high & 8 != 0))
         });
     }),
     row(20, "IQ4_NL", 32, 18, |b, y| each(y, |i| half(b, 0) * f32::from(IQ4[usize::from(nibble(&b[2..], i))]))),
@@ -305,24 +307,20 @@ const fn delta(is_negative: bool) -> f32 {
     if is_negative { -0.125 } else { 0.125 }
 }
 
-/// The points of the lattices, one after the other.
-#[derive(Default)]
-struct Grids {
-    iq2_xxs: Vec<f32>,
-    iq2_xs: Vec<f32>,
-    iq2_s: Vec<f32>,
-    iq3_xxs: Vec<f32>,
-    iq3_s: Vec<f32>,
-    iq1: Vec<f32>,
-}
+/// The lattices, in the order of their lines.
+const IQ2_XXS: usize = 0;
+const IQ2_XS: usize = 1;
+const IQ2_S: usize = 2;
+const IQ3_XXS: usize = 3;
+const IQ3_S: usize = 4;
+const IQ1_S: usize = 5;
 
-/// Lines of: a name, the values of codes, and the codes in hexadecimal digits, low bits first. As `gguf.quants` has them;
+/// Their points, one after the other. Lines of: a name, the values of codes, and the codes in hexadecimal digits, low bits first. As `gguf.quants` has them;
 /// `tests/python/gguf_tables.py` writes and compares them.
-static GRIDS: LazyLock<Grids> = LazyLock::new(|| {
-    let mut grids = Grids::default();
-    for line in include_str!("grids.txt").lines() {
+static GRIDS: LazyLock<Vec<Vec<f32>>> = LazyLock::new(|| {
+    let grid = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
-        let [name, values, digits] = words[..] else { panic!("{name}", name = words[0]) };
+        let [_, values, digits] = words[..] else { panic!("{name}", name = words[0]) };
         let values: Vec<f32> = values.split(',').map(|value| value.parse().expect("a number")).collect();
         let width = if values.len() > 4 { 4 } else { 2 };
         let bytes = digits.as_bytes().chunks(2).map(|pair| {
@@ -331,17 +329,9 @@ static GRIDS: LazyLock<Grids> = LazyLock::new(|| {
         });
         let code = |byte: u8, at: usize| values[usize::from(byte >> at & ((1 << width) - 1))];
         let grid = bytes.flat_map(|byte| (0..8).step_by(width).map(move |at| (byte, at)));
-        let grid = grid.map(|(byte, at)| code(byte, at)).collect();
-        *match name {
-            "IQ2_XXS" => &mut grids.iq2_xxs,
-            "IQ2_XS" => &mut grids.iq2_xs,
-            "IQ2_S" => &mut grids.iq2_s,
-            "IQ3_XXS" => &mut grids.iq3_xxs,
-            "IQ3_S" => &mut grids.iq3_s,
-            _ => &mut grids.iq1,
-        } = grid;
-    }
-    grids
+        grid.map(|(byte, at)| code(byte, at)).collect()
+    };
+    include_str!("grids.txt").lines().map(grid).collect()
 });
 
 #[cfg(test)]
