@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use crate::FormatError;
 
-use ckfs_tensor::{DType, PerAxis, RANK_MAX};
+use ckfs_tensor::{DType, PerAxis, RANK_MAX, to_usize};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
@@ -192,7 +192,7 @@ impl Codecs {
                 "transpose" if bytes.is_none() => {
                     let next = parse_order(&configuration, chunk.len())?;
                     let composed = match &order {
-                        Some(before) => next.iter().map(|axis| before[ckfs_tensor::to_usize(*axis)]).collect(),
+                        Some(before) => next.iter().map(|axis| before[to_usize(*axis)]).collect(),
                         None => next,
                     };
                     order = Some(composed);
@@ -232,11 +232,6 @@ impl Codecs {
         Ok(Self { order: order.filter(|order| !is_identity(order)), bytes, packings })
     }
 
-    /// The shape in which a chunk of this shape is stored.
-    pub(super) fn stored_shape(&self, chunk: &[u64]) -> PerAxis {
-        stored_shape(self.order.as_deref(), chunk)
-    }
-
     /// If the chunk's bytes are its elements, little-endian and not packed: for each axis of the array, the number of elements
     /// from one index to the next. `None` if the chunk must be decoded or is a shard.
     pub fn plain(&self, dtype: DType, chunk: &[u64]) -> Option<PerAxis> {
@@ -244,15 +239,7 @@ impl Codecs {
         if !self.packings.is_empty() || (is_big_endian && dtype.element_bytes() != Some(1)) {
             return None;
         }
-        let stored = self.stored_shape(chunk);
-        let mut strides = PerAxis::from_elem(1, chunk.len());
-        let mut stride: u64 = 1;
-        for axis in (0..stored.len()).rev() {
-            let of = self.order.as_ref().map_or(axis, |order| ckfs_tensor::to_usize(order[axis]));
-            strides[of] = stride;
-            stride = stride.checked_mul(stored[axis])?;
-        }
-        Some(strides)
+        Some(strides(self.order.as_deref(), chunk, 1))
     }
 }
 
@@ -264,11 +251,24 @@ pub(super) fn unsupported_codec(name: &str) -> FormatError {
     unsupported("codec", format_args!("{:?}", shortened(name)), advice)
 }
 
-fn stored_shape(order: Option<&[u64]>, chunk: &[u64]) -> PerAxis {
+/// The shape in which a chunk of this shape is stored, whose axes are in this order.
+pub(super) fn stored_shape(order: Option<&[u64]>, chunk: &[u64]) -> PerAxis {
     match order {
-        Some(order) => order.iter().map(|axis| chunk[ckfs_tensor::to_usize(*axis)]).collect(),
+        Some(order) => order.iter().map(|axis| chunk[to_usize(*axis)]).collect(),
         None => PerAxis::from_slice(chunk),
     }
+}
+
+/// For each axis of a chunk that is stored in this order of axes, how far it is from one index to the next, where it is `unit` from
+/// one element to the next. A chunk has at most 1 TiB.
+pub(super) fn strides(order: Option<&[u64]>, chunk: &[u64], unit: u64) -> PerAxis {
+    let (mut strides, mut stride) = (PerAxis::from_elem(unit, chunk.len()), unit);
+    for place in (0..chunk.len()).rev() {
+        let axis = order.map_or(place, |order| to_usize(order[place]));
+        strides[axis] = stride;
+        stride *= chunk[axis];
+    }
+    strides
 }
 
 fn parse_order(configuration: &Map<String, Value>, rank: usize) -> Result<PerAxis, FormatError> {

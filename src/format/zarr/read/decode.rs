@@ -9,7 +9,7 @@ use std::{
 use ckfs_tensor::{DType, PerAxis, to_usize};
 
 use super::{
-    codec::{ArrayBytes, ChunkError, Codecs, Packing, ShardCodec},
+    codec::{ArrayBytes, ChunkError, Codecs, Packing, ShardCodec, stored_shape, strides},
     metadata::Array,
 };
 use crate::safetensors::tensor_bytes;
@@ -111,16 +111,11 @@ impl Codecs {
         let Some(order) = &self.order else {
             return self.decode_stored(dtype, fill_element, chunk, stored, target);
         };
-        let stored_shape = self.stored_shape(chunk);
         let mut turned = vec![0; target.len()];
-        self.decode_stored(dtype, fill_element, &stored_shape, stored, &mut turned)?;
-        let mut strides = PerAxis::from_elem(1, chunk.len());
-        let mut stride = fill_element.len() as u64;
-        for (axis, extent) in order.iter().zip(&stored_shape).rev() {
-            strides[to_usize(*axis)] = stride;
-            stride *= extent;
-        }
-        copy_box(chunk, fill_element.len(), (&turned, &strides, 0), (target, &row_major(chunk, fill_element.len()), 0));
+        self.decode_stored(dtype, fill_element, &stored_shape(Some(order), chunk), stored, &mut turned)?;
+        let unit = fill_element.len();
+        let (from, to) = (strides(Some(order), chunk, unit as u64), strides(None, chunk, unit as u64));
+        copy_box(chunk, unit, (&turned, &from, 0), (target, &to, 0));
         Ok(())
     }
 
@@ -299,8 +294,8 @@ impl ShardCodec {
             return self.codecs.decode(dtype, fill_element, shard, &stored[place(only)], target);
         }
         let element_bytes = fill_element.len();
-        let strides = row_major(shard, element_bytes);
-        let inner_strides = row_major(&self.chunk, element_bytes);
+        let row_major = |shape| strides(None, shape, element_bytes as u64);
+        let (strides, inner_strides) = (row_major(shard), row_major(&self.chunk));
         let mut inner = vec![0; to_usize(self.chunk_bytes(dtype))];
         let mut numbers = PerAxis::from_elem(0, shard.len());
         for span in &spans {
@@ -325,15 +320,6 @@ fn advance(numbers: &mut [u64], counts: &[u64]) {
         }
         *number = 0;
     }
-}
-
-/// Bytes from one element to the next along each axis.
-fn row_major(shape: &[u64], element_bytes: usize) -> PerAxis {
-    let mut strides = PerAxis::from_elem(element_bytes as u64, shape.len());
-    for axis in (1..shape.len()).rev() {
-        strides[axis - 1] = strides[axis] * shape[axis];
-    }
-    strides
 }
 
 /// Copies a box of this shape from one place to another. Each side has its bytes, its byte strides, and the byte where its first
