@@ -53,7 +53,6 @@ struct Version2 {
     fill_value: Value,
     order: String,
     filters: Value,
-    #[serde(default)]
     dimension_separator: Option<String>,
 }
 

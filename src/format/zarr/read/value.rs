@@ -52,19 +52,18 @@ pub(super) fn fill(found: &Value, dtype: DType) -> Result<ElementBytes, FormatEr
     if found.is_null() {
         return Ok(ElementBytes::from_elem(0, len));
     }
+    let element = ElementBytes::from_slice;
     let bytes = match dtype {
         DType::Bool => {
             let truth = found.as_bool().map(u8::from);
             let truth = truth.or_else(|| u8::try_from(found.as_u64()?).ok().filter(|number| *number <= 1));
-            truth.map(|truth| ElementBytes::from_slice(&[truth]))
+            truth.map(|truth| element(&[truth]))
         }
         DType::C64 => complex(found),
-        DType::F64 => float(found, len, |number| Some(ElementBytes::from_slice(&number.to_le_bytes()))),
+        DType::F64 => float(found, len, |number| Some(element(&number.to_le_bytes()))),
         DType::F32 => single(found),
-        DType::F16 => float(found, len, |number| Some(ElementBytes::from_slice(&f16::from_f64(number).to_le_bytes()))),
-        DType::BF16 => {
-            float(found, len, |number| Some(ElementBytes::from_slice(&bf16::from_f64(number).to_le_bytes())))
-        }
+        DType::F16 => float(found, len, |number| Some(element(&f16::from_f64(number).to_le_bytes()))),
+        DType::BF16 => float(found, len, |number| Some(element(&bf16::from_f64(number).to_le_bytes()))),
         DType::U8 | DType::U16 | DType::U32 | DType::U64 | DType::I8 | DType::I16 | DType::I32 | DType::I64 => {
             integer(found, dtype, len)
         }
