@@ -132,15 +132,12 @@ pub fn model_states(pickle: &Unpickled) -> Result<ModelStates, FormatError> {
         (None, None) => Vec::new(),
         (Some(_), None) | (None, Some(_)) => return Err(malformed("frozen_param_shapes", "shapes and parts")),
     };
-    let shared = match of.present(root, "shared_params") {
-        Some(shared) => of.pairs("shared_params", shared)?,
-        None => Vec::new(),
-    };
-    let shared = shared.into_iter().map(|(name, id)| Ok((name, text(&id)?))).collect::<Result<_, FormatError>>()?;
-    let module = match of.present(root, "module") {
-        Some(module) => of.pairs("module", module)?,
-        None => Vec::new(),
-    };
+    let pairs = |key| of.present(root, key).map_or(Ok(Vec::new()), |found| of.pairs(key, found));
+    let shared = pairs("shared_params")?
+        .into_iter()
+        .map(|(name, id)| Ok((name, text(&id)?)))
+        .collect::<Result<_, FormatError>>()?;
+    let module = pairs("module")?;
     let number = |key| pickle.item(root, key).and_then(|id| pickle.natural(id));
     let (steps, tensor_ranks) = (number("global_steps"), number("mp_world_size"));
     let says_no_frozen =
@@ -181,14 +178,10 @@ pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, FormatErr
     let key = if stage == 3 { "fp32_flat_groups" } else { "single_partition_of_fp32_groups" };
     let flat = of.required(state, key)?;
     let flat = pickle.sequence(flat).ok_or_else(|| malformed(key, "a list of partitions"))?.to_vec();
-    let paddings = match of.present(state, "param_alignment_paddings") {
-        Some(groups) => {
-            let groups = pickle.sequence(groups).unwrap_or_default();
-            let groups: Option<Vec<Vec<u64>>> = groups.iter().map(|group| pickle.naturals(*group)).collect();
-            Some(groups.ok_or_else(|| malformed("param_alignment_paddings", "lists of numbers"))?)
-        }
-        None => None,
-    };
+    let paddings = of.present(state, "param_alignment_paddings").map(|groups| {
+        let groups = pickle.sequence(groups).unwrap_or_default().iter().map(|group| pickle.naturals(*group));
+        groups.collect::<Option<_>>().ok_or_else(|| malformed("param_alignment_paddings", "lists of numbers"))
+    });
     let base = if stage == 3 { "optimizer_state_dict" } else { "base_optimizer_state" };
     let of_group = |number: usize| {
         let groups = pickle.items(pickle.item(pickle.item(state, base)?, "state")?)?;
@@ -197,7 +190,14 @@ pub fn optimizer_states(pickle: &Unpickled) -> Result<OptimizerStates, FormatErr
     };
     let kept: Option<Vec<Vec<Named>>> = (0..flat.len()).map(of_group).collect();
     let shared = of.shared(state, (base, key), stage);
-    Ok(OptimizerStates { stage, partitions, flat, paddings, kept: kept.unwrap_or_default(), shared })
+    Ok(OptimizerStates {
+        stage,
+        partitions,
+        flat,
+        paddings: paddings.transpose()?,
+        kept: kept.unwrap_or_default(),
+        shared,
+    })
 }
 
 fn set(pickle: &Unpickled, id: Id) -> Option<&[Id]> {
@@ -247,12 +247,8 @@ impl Of<'_, '_> {
     /// The items of a dictionary with text keys. A key that was set twice counts once, as it was set last.
     fn pairs(&self, what: &str, id: Id) -> Result<Vec<Named>, FormatError> {
         let items = self.pickle.items(id).ok_or_else(|| malformed(what, "a dict"))?;
-        let mut pairs: Vec<Named> = Vec::with_capacity(items.len());
-        for (key, value) in items {
-            let key = self.pickle.text(*key).ok_or_else(|| malformed(what, "names"))?;
-            pairs.push((key.to_owned(), *value));
-        }
-        Ok(pairs)
+        let named = |(key, value): &(Id, Id)| Some((self.pickle.text(*key)?.to_owned(), *value));
+        items.iter().map(named).collect::<Option<_>>().ok_or_else(|| malformed(what, "names"))
     }
 
     fn shapes(&self, what: &str, id: Id) -> Result<Vec<Shaped>, FormatError> {
