@@ -18,7 +18,9 @@ use super::{FileId, Poison, SourceError, Stall, Waiting, stall::WaitRegistry};
 
 /// The state of each file of a source.
 pub struct Health {
-    shared: Arc<SharedHealth>,
+    files: Vec<FileHealth>,
+    poisoned: AtomicU64,
+    on_poisoned: Mutex<Vec<OnPoisoned>>,
     /// The waits for storage.
     pub fetches: Arc<WaitRegistry>,
     stalls: Mutex<Vec<(FileId, Stall)>>,
@@ -26,40 +28,8 @@ pub struct Health {
     others: OnceLock<Vec<FileId>>,
 }
 
-/// What threads without the source may change.
-struct SharedHealth {
-    files: Vec<FileHealth>,
-    poisoned: AtomicU64,
-    /// Called after a file was poisoned.
-    on_poisoned: Mutex<Vec<OnPoisoned>>,
-}
-
 /// Called after a file was poisoned.
 type OnPoisoned = Box<dyn Fn() + Send + Sync>;
-
-/// Marks one file as lost, from a thread without the source.
-#[derive(Clone)]
-pub struct HealthHandle {
-    shared: Arc<SharedHealth>,
-    place: usize,
-}
-
-impl HealthHandle {
-    /// As [`Health::condemn`].
-    pub fn condemn(&self, error: SourceError) -> SourceError {
-        let mut first = false;
-        let kept = self.shared.files[self.place].poison.get_or_init(|| {
-            first = true;
-            Poison { error, since: SystemTime::now() }
-        });
-        if first {
-            self.shared.poisoned.fetch_add(1, Ordering::Relaxed);
-            tracing::error!("{}; every read that needs this file fails from now on", kept.error);
-            self.shared.on_poisoned.lock().iter().for_each(|callback| callback());
-        }
-        kept.error.clone()
-    }
-}
 
 #[derive(Debug)]
 struct FileHealth {
@@ -75,8 +45,8 @@ impl Health {
         let file = |path| FileHealth { path, poison: OnceLock::new(), stalled: AtomicBool::new(false) };
         let files: Vec<FileHealth> = paths.map(file).collect();
         fetches.name_files(files.iter().map(|file| file.path.clone()));
-        let shared = SharedHealth { files, poisoned: AtomicU64::new(0), on_poisoned: Mutex::default() };
-        Self { shared: Arc::new(shared), fetches, stalls: Mutex::default(), others: OnceLock::new() }
+        let (poisoned, on_poisoned, stalls) = (AtomicU64::new(0), Mutex::default(), Mutex::default());
+        Self { files, poisoned, on_poisoned, fetches, stalls, others: OnceLock::new() }
     }
 
     /// Adds files that show the bytes of others in another form. Their ids follow; each is as healthy as the file that is given
@@ -90,23 +60,18 @@ impl Health {
 
     /// The file whose state counts for `file`: itself, or the one that it shows in another form.
     fn origin(&self, file: FileId) -> FileId {
-        let other = file.index().checked_sub(self.shared.files.len());
+        let other = file.index().checked_sub(self.files.len());
         let named = other.and_then(|other| self.others.get()?.get(other));
         named.copied().unwrap_or(file)
     }
 
     fn file(&self, file: FileId) -> &FileHealth {
-        &self.shared.files[self.origin(file).index()]
-    }
-
-    /// Marks a file as lost, from a thread without the source.
-    pub fn handle(&self, file: FileId) -> HealthHandle {
-        HealthHandle { shared: Arc::clone(&self.shared), place: self.origin(file).index() }
+        &self.files[self.origin(file).index()]
     }
 
     /// Has `callback` called after each file that is found poisoned. It must not wait.
     pub fn on_poisoned(&self, callback: OnPoisoned) {
-        self.shared.on_poisoned.lock().push(callback);
+        self.on_poisoned.lock().push(callback);
     }
 
     /// Checks that a file may be used.
@@ -134,12 +99,22 @@ impl Health {
 
     /// Marks a file as lost for good. The first error counts and is logged; it is returned then and later.
     pub fn condemn(&self, file: FileId, error: SourceError) -> SourceError {
-        self.handle(file).condemn(error)
+        let mut first = false;
+        let kept = self.file(file).poison.get_or_init(|| {
+            first = true;
+            Poison { error, since: SystemTime::now() }
+        });
+        if first {
+            self.poisoned.fetch_add(1, Ordering::Relaxed);
+            tracing::error!("{}; every read that needs this file fails from now on", kept.error);
+            self.on_poisoned.lock().iter().for_each(|callback| callback());
+        }
+        kept.error.clone()
     }
 
     /// Number of files found poisoned so far.
     pub fn poisoned(&self) -> u64 {
-        self.shared.poisoned.load(Ordering::Relaxed)
+        self.poisoned.load(Ordering::Relaxed)
     }
 
     /// The error that poisoned a file, if it is poisoned. Does not check the file.

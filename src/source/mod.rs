@@ -40,7 +40,7 @@ pub mod waits;
 pub use compared::ComparedFiles;
 pub use content_name::{ContentName, this_process, this_start};
 pub use error::{Poison, SourceError};
-pub use health::{Health, HealthHandle};
+pub use health::Health;
 pub use interface::{
     Coded, DecodedChunks, Duplicates, FetchPart, FileFetch, Maps, Pin, ReadFailure, RemoteSource, Replied, Source,
 };

@@ -1,6 +1,6 @@
 //! Names of files, and spans of their bytes.
 
-use std::fmt;
+use std::{fmt, fs::File, io, ops::ControlFlow, os::unix::fs::FileExt};
 
 /// A file of a source: index into the source's list of files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -74,6 +74,27 @@ impl ByteSpan {
     pub fn slice(self, inner: Self) -> Option<Self> {
         let end = self.start.checked_add(inner.end).filter(|end| *end <= self.end)?;
         Some(Self { start: self.start + inner.start, end })
+    }
+
+    /// Reads these bytes of a file in pieces of at most `most` bytes, until `work` says that it has enough.
+    ///
+    /// # Errors
+    /// They cannot be read.
+    pub(super) fn for_each_piece(
+        self,
+        file: &File,
+        most: usize,
+        mut work: impl FnMut(&[u8]) -> ControlFlow<()>,
+    ) -> io::Result<()> {
+        let mut buffer = vec![0; usize::try_from(self.len()).map_or(most, |len| len.min(most))];
+        for start in (self.start..self.end).step_by(most) {
+            let piece = usize::try_from(self.end - start).map_or(buffer.len(), |left| left.min(buffer.len()));
+            file.read_exact_at(&mut buffer[..piece], start)?;
+            if work(&buffer[..piece]).is_break() {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// The parts of this span between multiples of `unit`, in order.

@@ -8,9 +8,8 @@
 //! Those that were found right are noted in a record of the user's ([`ComparedFiles`]): each is read once until it changes.
 
 use std::{
-    fs::File,
     io,
-    os::unix::fs::FileExt,
+    ops::ControlFlow,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU32, Ordering},
@@ -22,7 +21,7 @@ use parking_lot::Mutex;
 
 use super::pinned::Pinned;
 use crate::{
-    ComparedFiles, HealthHandle, SourceError,
+    ByteSpan, ComparedFiles, FileId, Health, SourceError,
     compared::SETTLED,
     digest::{Compared, Digester, KnownDigest},
     stall::WaitRegistry,
@@ -45,7 +44,8 @@ const ADVICE: &str = "the cache names the file by its digest, so that it is dama
 struct Blob {
     pinned: Arc<Pinned>,
     digest: KnownDigest,
-    health: HealthHandle,
+    health: Arc<Health>,
+    file: FileId,
     record: Option<Arc<ComparedFiles>>,
     is_used: AtomicBool,
     /// Whether the bytes have the digest. Held while they are compared.
@@ -70,7 +70,7 @@ impl Blob {
         if *is_right {
             return Ok(());
         }
-        let record = self.record.as_ref().filter(|_| !self.pinned.is_remote());
+        let record = self.record.as_ref().filter(|_| !self.pinned.is_remote);
         let line = || format!("{} {}", self.digest.hex(), self.pinned.identity.line());
         if record.is_some_and(|record| record.holds(&line())) {
             *is_right = true;
@@ -91,26 +91,22 @@ impl Blob {
         }
         // A file that changed meanwhile has an error of its own.
         if let Some(changed) = self.pinned.difference(nix::sys::stat::fstat(&self.pinned.file))? {
-            return Err(self.health.condemn(changed));
+            return Err(self.health.condemn(self.file, changed));
         }
         let path = Arc::clone(&self.pinned.pin.path);
-        Err(self.health.condemn(SourceError::corrupt(path, &self.digest, &found, ADVICE)))
+        Err(self.health.condemn(self.file, SourceError::corrupt(path, &self.digest, &found, ADVICE)))
     }
 
     /// The digest of the bytes.
     fn found(&self, advance: &dyn Fn()) -> io::Result<String> {
-        let (file, len): (&File, u64) = (&self.pinned.file, self.pinned.pin.len_bytes);
-        let mut digester = Digester::new(&self.digest, len);
-        let mut buffer = vec![0; usize::try_from(len).map_or(STEP_BYTES, |len| len.min(STEP_BYTES))];
-        let mut at = 0;
-        while at < len {
-            let part = usize::try_from(len - at).map_or(buffer.len(), |left| left.min(buffer.len()));
-            file.read_exact_at(&mut buffer[..part], at)?;
-            digester.update(&buffer[..part]);
-            at += part as u64;
+        let all = ByteSpan::new(0, self.pinned.pin.len_bytes).expect("a span may begin at 0");
+        let mut digester = Digester::new(&self.digest, all.len());
+        let read = all.for_each_piece(&self.pinned.file, STEP_BYTES, |bytes| {
+            digester.update(bytes);
             advance();
-        }
-        Ok(digester.finish())
+            ControlFlow::Continue(())
+        });
+        read.map(|()| digester.finish())
     }
 
     fn save(&self) {
@@ -126,17 +122,13 @@ impl Blob {
 }
 
 impl Comparisons {
-    /// The blobs among files; `health` has the same places.
-    pub(super) fn new(
-        files: &[Arc<Pinned>],
-        health: impl Fn(usize) -> HealthHandle,
-        record: Option<&Arc<ComparedFiles>>,
-    ) -> Self {
+    /// The blobs among files.
+    pub(super) fn new(files: &[Arc<Pinned>], health: &Arc<Health>, record: Option<&Arc<ComparedFiles>>) -> Self {
         let blob = |(place, pinned): (usize, &Arc<Pinned>)| {
             let digest = pinned.digest.clone()?;
             let (is_used, is_right) = (AtomicBool::new(false), Mutex::new(false));
-            let record = record.map(Arc::clone);
-            Some(Blob { pinned: Arc::clone(pinned), digest, health: health(place), record, is_used, is_right })
+            let (pinned, health, file) = (Arc::clone(pinned), Arc::clone(health), FileId::at(place));
+            Some(Blob { pinned, digest, health, file, record: record.map(Arc::clone), is_used, is_right })
         };
         Self {
             blobs: files.iter().enumerate().map(blob).collect(),
@@ -208,7 +200,7 @@ impl Comparisons {
     /// Compares blobs that were read, in its own thread, once readers pause. To be called every few seconds.
     pub(super) fn step(&self) {
         let was_busy = self.is_busy.swap(false, Ordering::Relaxed);
-        let can_compare = |blob: &Blob| blob.is_due() && !blob.pinned.is_remote();
+        let can_compare = |blob: &Blob| blob.is_due() && !blob.pinned.is_remote;
         if self.is_running.load(Ordering::Acquire) || !self.blobs.iter().flatten().any(can_compare) {
             return;
         }
@@ -240,7 +232,12 @@ impl Comparisons {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, path::Path, thread, time::Duration};
+    use std::{
+        fs::{self, File},
+        path::Path,
+        thread,
+        time::Duration,
+    };
 
     use super::{super::LocalFiles, *};
     use crate::{FoundFile, SourceIo};

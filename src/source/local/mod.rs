@@ -50,7 +50,7 @@ pub struct LocalFiles {
     comparisons: Comparisons,
     maps: Vec<FileMaps>,
     window: ResidentWindow,
-    health: Health,
+    pub(super) health: Arc<Health>,
 }
 
 impl LocalFiles {
@@ -91,9 +91,9 @@ impl LocalFiles {
             Pinned::new(file, io).map(Arc::new)
         };
         let files: Vec<Arc<Pinned>> = files.into_iter().map(pin).collect::<Result<_, _>>()?;
-        let health = Health::new(files.iter().map(|file| file.pin.path.clone()), Arc::clone(&fetches));
+        let health = Arc::new(Health::new(files.iter().map(|file| file.pin.path.clone()), Arc::clone(&fetches)));
         let maps = files.iter().map(|file| file.maps()).collect();
-        let comparisons = Comparisons::new(&files, |place| health.handle(FileId::at(place)), compared);
+        let comparisons = Comparisons::new(&files, &health, compared);
         comparisons.compare_small(&fetches)?;
         Ok(Self { files, comparisons, maps, window: ResidentWindow::usual(), health })
     }

@@ -67,6 +67,8 @@ pub(super) struct Pinned {
     pub(super) identity: Identity,
     pub(super) revalidate: Revalidate,
     pub(super) mapped: bool,
+    /// Whether it is on a network file system.
+    pub(super) is_remote: bool,
     /// The digest that the Hub's cache names it by.
     pub(super) digest: Option<KnownDigest>,
 }
@@ -76,10 +78,11 @@ impl Pinned {
         let Opened { path, file, gates, revalidate, remote, digest } = opened;
         let identity = Identity::of(&fstat(&file).map_err(|errno| SourceError::io(Arc::clone(&path), "stat", errno))?);
         let file_system = fstatfs(&file).ok().map(|fs| i128::from(fs.filesystem_type().0));
+        let is_remote = file_system.is_some_and(|magic| REMOTE_MAGIC.contains(&magic));
         let mapped = match io {
             SourceIo::Mmap => true,
             SourceIo::Pread => false,
-            SourceIo::Auto => file_system.is_some_and(|magic| !REMOTE_MAGIC.contains(&magic)),
+            SourceIo::Auto => file_system.is_some() && !is_remote,
         };
         let seconds = remote.as_ref().and_then(|remote| remote.object.file.modified_seconds);
         let modified = seconds.map_or_else(|| identity.modified(), |seconds| UNIX_EPOCH + Duration::from_secs(seconds));
@@ -88,17 +91,11 @@ impl Pinned {
             (None, Some(digest)) => ContentName::of_digest(digest),
             (None, None) => {
                 let may_copy = file_system.is_none_or(|magic| SETS_TIMES_MAGIC.contains(&magic));
-                let is_shared = !may_copy && file_system.is_some_and(|magic| REMOTE_MAGIC.contains(&magic));
-                identity.content_name(may_copy, is_shared)
+                identity.content_name(may_copy, !may_copy && is_remote)
             }
         };
         let pin = Pin { path, len_bytes: identity.size_bytes, modified, content, gates };
-        Ok(Self { pin, file, identity, revalidate, mapped, digest })
-    }
-
-    /// Whether it is on a network file system.
-    pub(super) fn is_remote(&self) -> bool {
-        fstatfs(&self.file).is_ok_and(|fs| REMOTE_MAGIC.contains(&i128::from(fs.filesystem_type().0)))
+        Ok(Self { pin, file, identity, revalidate, mapped, is_remote, digest })
     }
 
     pub(super) fn maps(&self) -> FileMaps {

@@ -138,8 +138,8 @@ fn dropped_elsewhere(object: &RemoteObject) -> Option<SourceError> {
 fn lost(object: &RemoteObject, expected: &KnownDigest, found: &str) -> SourceError {
     let error = || SourceError::corrupt(Arc::clone(&object.name), expected, found, ADVICE);
     let kept = object.digest.wrong.get_or_init(error).clone();
-    if let Some(health) = object.digest.health.get() {
-        health.condemn(kept.clone());
+    if let Some((health, file)) = object.digest.health.get() {
+        health.condemn(*file, kept.clone());
     }
     kept
 }

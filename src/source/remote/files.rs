@@ -99,7 +99,7 @@ impl RemoteFiles {
         for (place, remote) in remote.iter().enumerate() {
             let Some(remote) = remote else { continue };
             digest::compare_when_whole(remote);
-            let _ = remote.object.digest.health.set(local.health().handle(FileId::at(place)));
+            let _ = remote.object.digest.health.set((Arc::clone(&local.health), FileId::at(place)));
         }
         let rest_bytes = AtomicU64::new(REST_BYTES_MAX);
         Self { local, remote, counters, touched, published, rest_bytes }

@@ -14,7 +14,7 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    super::{ByteSpan, HealthHandle, SourceError},
+    super::{ByteSpan, FileId, Health, SourceError},
     cache::Entry,
     error::RemoteError,
     interface::RemoteFile,
@@ -105,8 +105,8 @@ pub(super) struct DigestState {
     pub(super) shared: AtomicBool,
     /// The error, if the digest was wrong although readers had bytes, or wrong twice.
     pub(super) wrong: OnceLock<SourceError>,
-    /// Told of wrong bytes that readers had.
-    pub(super) health: OnceLock<HealthHandle>,
+    /// Told of wrong bytes that readers had, of its file.
+    pub(super) health: OnceLock<(Arc<Health>, FileId)>,
     /// Called when the last block has come.
     pub(super) on_whole: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }

@@ -4,7 +4,6 @@ use std::{
     collections::{HashMap, HashSet},
     fs::File,
     ops::ControlFlow,
-    os::unix::fs::FileExt,
     sync::Arc,
     time::Instant,
 };
@@ -97,21 +96,11 @@ impl Snapshot {
         if !blob.metadata().is_ok_and(|found| found.is_file() && found.len() == file.size_bytes) {
             return None;
         }
-        let mut buffer = vec![0; usize::try_from(span.len()).map_or(BLOB_CHUNK, |len| len.min(BLOB_CHUNK))];
-        let mut next = span.start();
-        while next < span.end() {
-            let part = usize::try_from(span.end() - next).map_or(buffer.len(), |left| left.min(buffer.len()));
-            if let Err(error) = blob.read_exact_at(&mut buffer[..part], next) {
-                let what = self.what_of(file);
-                let message = format!("blob {digest} in the Hub's cache of this machine: {error}");
-                return Some(Err(RemoteError::new(Failure::Transient, self.hub.host(), &what, message)));
-            }
-            if sink(&buffer[..part]) == ControlFlow::Break(()) {
-                break;
-            }
-            next += part as u64;
-        }
-        Some(Ok(()))
+        let failed = |error| {
+            let message = format!("blob {digest} in the Hub's cache of this machine: {error}");
+            RemoteError::new(Failure::Transient, self.hub.host(), &self.what_of(file), message)
+        };
+        Some(span.for_each_piece(&blob, BLOB_CHUNK, sink).map_err(failed))
     }
 
     fn known(&self, file: &RemoteFile) -> Arc<Known> {
