@@ -10,8 +10,8 @@
 //! no link to it is followed. It is only a saving: what cannot be read or written is as if there were no record.
 
 use std::{
-    fs::{DirBuilder, File},
-    io::{self, Read, Write},
+    fs::DirBuilder,
+    io::{self, Read},
     os::{
         fd::OwnedFd,
         unix::fs::{DirBuilderExt, MetadataExt},
@@ -22,9 +22,12 @@ use std::{
 
 use nix::unistd::geteuid;
 use parking_lot::Mutex;
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, openat, renameat, unlinkat};
+use rustix::fs::{CWD, Mode, OFlags, fstat, openat};
 
-use super::{content_name::this_start, unique::unique};
+use super::{
+    content_name::this_start,
+    unique::{open_at, replace_at},
+};
 
 /// Name of the record in its directory.
 const NAME: &str = "compared";
@@ -88,7 +91,8 @@ impl ComparedFiles {
             all.retain(|line| !new.contains(line));
             all.extend(new.iter().cloned());
             all.drain(..all.len().saturating_sub(LINES_MAX));
-            replace(&directory, &format!("{}\n{}\n", self.head, all.join("\n")))?;
+            let text = format!("{}\n{}\n", self.head, all.join("\n"));
+            replace_at(&directory, NAME, &format!("{NAME}."), &text, Mode::RUSR | Mode::WUSR)?;
             Ok(all)
         };
         match write() {
@@ -117,8 +121,7 @@ fn own(uid: u32, mode: u32) -> io::Result<()> {
 
 /// The lines of the record, without those of an earlier start of the system.
 fn read(directory: &OwnedFd, head: &str) -> io::Result<Vec<String>> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = File::from(openat(directory, NAME, flags, Mode::empty())?);
+    let file = open_at(directory, NAME)?;
     let found = file.metadata()?;
     own(found.uid(), found.mode())?;
     if !found.is_file() {
@@ -128,17 +131,6 @@ fn read(directory: &OwnedFd, head: &str) -> io::Result<Vec<String>> {
     file.take(BYTES_MAX).read_to_string(&mut text)?;
     let mut lines = text.lines();
     Ok(if lines.next() == Some(head) { lines.map(str::to_owned).collect() } else { Vec::new() })
-}
-
-fn replace(directory: &OwnedFd, text: &str) -> io::Result<()> {
-    let part = format!("{NAME}.{}", unique());
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let mut file = File::from(openat(directory, part.as_str(), flags, Mode::RUSR | Mode::WUSR)?);
-    let written = file.write_all(text.as_bytes());
-    let written = written.and_then(|()| Ok(renameat(directory, part.as_str(), directory, NAME)?));
-    written.inspect_err(|_| {
-        let _ = unlinkat(directory, part.as_str(), AtFlags::empty());
-    })
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 
 use std::{
     fs::{self, DirBuilder, File},
-    io::{self, Read, Write},
+    io::{self, Read},
     os::{
         fd::OwnedFd,
         unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
@@ -15,13 +15,13 @@ use std::{
 
 use nix::unistd::geteuid;
 use rustix::{
-    fs::{AtFlags, CWD, Mode, OFlags, fchmod, fstat, mkdirat, openat, renameat, unlinkat},
+    fs::{CWD, Mode, OFlags, fchmod, fstat, mkdirat, openat},
     io::Errno,
 };
 
 use super::super::super::{
     digest::{SHA1_DIGITS, SHA256_DIGITS, is_hex},
-    unique::unique,
+    unique::{open_at, replace_at, write_new},
 };
 
 /// Name of the map in an entry's directory.
@@ -38,6 +38,8 @@ const TAG: (&str, &str) = ("CACHEDIR.TAG", "Signature: 8a477f597d28d172789f06886
 const MARKER: (&str, &str) = ("ckfs-cache", "the disk cache of ckfs: everything else here may be removed\n");
 /// Beginnings of the names of entries that are being made or removed.
 const UNFINISHED: [&str; 2] = ["new.", "removed."];
+/// All may read what the cache's own files say.
+const READABLE: Mode = Mode::RUSR.union(Mode::WUSR).union(Mode::RGRP).union(Mode::ROTH);
 const DIRECTORY: OFlags = OFlags::DIRECTORY.union(OFlags::CLOEXEC);
 
 /// Whether a name is that of an entry, complete or not.
@@ -110,25 +112,20 @@ pub(in super::super) fn claim(dir: &Path) -> io::Result<PathBuf> {
                 format!("is not a cache of ckfs: it holds {foreign:?}; --cache-dir names a directory of its own");
             return Err(refuse(io::ErrorKind::AlreadyExists, what));
         }
-        let temporary = format!("{}{}", UNFINISHED[0], unique());
-        write_new(&objects, &temporary, MARKER.1)?;
-        renameat(&objects, temporary.as_str(), &objects, MARKER.0).inspect_err(|_| {
-            let _ = unlinkat(&objects, temporary.as_str(), AtFlags::empty());
-        })?;
+        replace_at(&objects, MARKER.0, UNFINISHED[0], MARKER.1, READABLE)?;
     }
     if found.st_mode & 0o077 != 0 {
         fchmod(&objects, Mode::RWXU)?;
     }
     // Only a service to backup programs.
-    let _ = write_new(&parent, TAG.0, TAG.1);
+    let _ = write_new(&parent, TAG.0, TAG.1, READABLE);
     Ok(path)
 }
 
 /// Whether `dir` has a file of this user with this name, and this text at its beginning.
 fn has_text(dir: &OwnedFd, (name, text): (&str, &str)) -> io::Result<bool> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = match openat(dir, name, flags, Mode::empty()) {
-        Ok(file) => File::from(file),
+    let file = match open_at(dir, name) {
+        Ok(file) => file,
         Err(Errno::NOENT | Errno::LOOP) => return Ok(false),
         Err(errno) => return Err(errno.into()),
     };
@@ -155,17 +152,11 @@ fn foreign_name(parent: &OwnedFd, objects: &Path) -> io::Result<Option<String>> 
     Ok(None)
 }
 
-fn write_new(dir: &OwnedFd, name: &str, text: &str) -> io::Result<()> {
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let mode = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::ROTH;
-    File::from(openat(dir, name, flags, mode)?).write_all(text.as_bytes())
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::symlink;
 
-    use super::*;
+    use super::{super::super::super::unique::unique, *};
 
     #[test]
     fn names_of_the_cache_are_told_from_others() {
