@@ -66,23 +66,22 @@ impl FileMaps {
             }
             Ok(map)
         };
-        let map = self.kernel_map.get_or_init(|| {
-            let made = (self.len > 0).then(make)?;
-            made.inspect_err(|error| self.note_unmapped(error)).ok()
-        });
-        map.as_ref()
+        self.made(&self.kernel_map, make)
     }
 
     fn guarded_map(&self) -> Option<&GuardedMap> {
-        let map = self.guarded_map.get_or_init(|| {
-            let made = (self.len > 0).then(|| GuardedMap::new(&self.file, self.len))?;
-            made.inspect_err(|error| self.note_unmapped(error)).ok()
-        });
-        map.as_ref()
+        self.made(&self.guarded_map, || GuardedMap::new(&self.file, self.len))
     }
 
-    fn note_unmapped(&self, error: &io::Error) {
-        tracing::warn!("{}: cannot be mapped, will be read instead: {error}", self.path.display());
+    /// A map, made when it is first needed. That it cannot be made is told then.
+    fn made<'m, M>(&self, map: &'m OnceLock<Option<M>>, make: impl FnOnce() -> io::Result<M>) -> Option<&'m M> {
+        let made = || {
+            let made = (self.len > 0).then(make)?.inspect_err(|error| {
+                tracing::warn!("{}: cannot be mapped, will be read instead: {error}", self.path.display());
+            });
+            made.ok()
+        };
+        map.get_or_init(made).as_ref()
     }
 
     /// Whether the file can be mapped to read from it.
