@@ -90,6 +90,11 @@ impl AccessRules {
         self.list.iter()
     }
 
+    /// Owner, group and bits of a file behind these gates: see [`permission`].
+    pub fn permission(&self, mounter: &Mounter, overrides: &Overrides) -> Permission {
+        permission(&[Grant { gates: self, bits: READ }], mounter, overrides)
+    }
+
     /// The gates of several files, with the owner and group of the first; `None` of no files.
     pub fn all<'a>(files: impl IntoIterator<Item = &'a Self>) -> Option<Self> {
         let mut files = files.into_iter();
@@ -195,18 +200,11 @@ impl Grant<'_> {
         uid == 0 || (uid == mounter.uid && mounter.passes(self.gates)) || self.gates.iter().all(through)
     }
 
-    /// Whether every member of the group `gid` except `uid` passes.
-    fn admits_group(&self, uid: u32, gid: u32) -> bool {
+    /// Whether everybody except `uid` passes who is in the group `gid`, or of those who are not.
+    fn admits_others(&self, uid: u32, gid: u32, are_members: bool) -> bool {
         let through = |gate: &AccessRule| {
-            (gate.user || gate.uid == uid || gate.uid == 0) && gate.group && (gate.other || gate.gid == gid)
-        };
-        self.gates.iter().all(through)
-    }
-
-    /// Whether everybody else passes.
-    fn admits_others(&self, uid: u32, gid: u32) -> bool {
-        let through = |gate: &AccessRule| {
-            (gate.user || gate.uid == uid || gate.uid == 0) && (gate.group || gate.gid == gid) && gate.other
+            let (is_member, is_none) = (are_members && gate.gid == gid, !are_members && gate.gid == gid);
+            (gate.user || gate.uid == uid || gate.uid == 0) && (gate.group || is_none) && (gate.other || is_member)
         };
         self.gates.iter().all(through)
     }
@@ -215,8 +213,8 @@ impl Grant<'_> {
     fn mode(&self, uid: u32, gid: u32, mounter: &Mounter) -> u16 {
         let class = |admitted: bool, shift: u16| if admitted { self.bits << shift } else { 0 };
         class(self.admits_owner(uid, mounter), 6)
-            | class(self.admits_group(uid, gid), 3)
-            | class(self.admits_others(uid, gid), 0)
+            | class(self.admits_others(uid, gid, true), 3)
+            | class(self.admits_others(uid, gid, false), 0)
     }
 }
 
@@ -281,13 +279,6 @@ fn score(
         [has(0, *bits), has(3, *bits), owner && found.uid != 0, owner]
     });
     (grants.iter().all(keeps), given.collect(), found.uid == own.uid, found.gid == own.gid)
-}
-
-impl AccessRules {
-    /// Owner, group and bits of a file behind these gates: see [`permission`].
-    pub fn permission(&self, mounter: &Mounter, overrides: &Overrides) -> Permission {
-        permission(&[Grant { gates: self, bits: READ }], mounter, overrides)
-    }
 }
 
 #[cfg(test)]
