@@ -167,11 +167,10 @@ impl WaitRegistry {
 
     /// A message about a fetch that stalls.
     pub fn describe(&self, waiting: &Waiting) -> String {
-        let path = match &waiting.target {
-            WaitTarget::Path(path, _) => Some(path),
-            WaitTarget::Bytes(file, _) | WaitTarget::Mapped(file, _) | WaitTarget::Check(file) => {
-                self.files.get().and_then(|files| files.get(file.index()))
-            }
+        let path = if let WaitTarget::Path(path, _) = &waiting.target {
+            Some(path)
+        } else {
+            waiting.target.file().and_then(|file| self.files.get()?.get(file.index()))
         };
         let path = path.map_or_else(|| "a source file".to_owned(), |path| path.display().to_string());
         let (what, seconds) = (&waiting.target, waiting.since.elapsed().as_secs_f32());

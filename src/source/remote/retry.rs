@@ -153,10 +153,7 @@ impl Backoff {
 
     /// The time left for a request.
     fn left(&self, deadline: Deadline) -> Duration {
-        match deadline {
-            Deadline::At(time) => time.saturating_duration_since(Instant::now()),
-            Deadline::Quiet | Deadline::None => self.pulse.limit.saturating_sub(self.pulse.quiet()),
-        }
+        deadline.left().unwrap_or_else(|| self.pulse.limit.saturating_sub(self.pulse.quiet()))
     }
 
     /// Waits until it is open, and until the service may get another request. Returns the time for which it stays closed if that is

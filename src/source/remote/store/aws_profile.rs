@@ -6,25 +6,15 @@ use async_trait::async_trait;
 use object_store::{CredentialProvider, aws::AwsCredential};
 use parking_lot::Mutex;
 
-/// What a profile says.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Profile {
-    values: HashMap<String, String>,
-}
+/// What a profile says, without values that are empty: `region`, for example.
+pub(super) type Profile = HashMap<String, String>;
 
-impl Profile {
-    /// A value, for example `region`.
-    pub(super) fn get(&self, key: &str) -> Option<&str> {
-        self.values.get(key).map(String::as_str).filter(|value| !value.is_empty())
-    }
-
-    fn credential(&self) -> Option<AwsCredential> {
-        Some(AwsCredential {
-            key_id: self.get("aws_access_key_id")?.to_owned(),
-            secret_key: self.get("aws_secret_access_key")?.to_owned(),
-            token: self.get("aws_session_token").map(str::to_owned),
-        })
-    }
+fn credential(profile: &Profile) -> Option<AwsCredential> {
+    Some(AwsCredential {
+        key_id: profile.get("aws_access_key_id")?.clone(),
+        secret_key: profile.get("aws_secret_access_key")?.clone(),
+        token: profile.get("aws_session_token").cloned(),
+    })
 }
 
 /// The files of profiles: settings, then credentials.
@@ -44,11 +34,12 @@ pub(super) fn load() -> Profile {
     for path in files().into_iter().flatten() {
         values.extend(section(&fs::read_to_string(path).unwrap_or_default(), &name));
     }
-    Profile { values }
+    values.retain(|_, value| !value.is_empty());
+    values
 }
 
 /// The values of a profile in a file. The file of settings writes `[profile name]`, that of credentials `[name]`.
-fn section(text: &str, name: &str) -> HashMap<String, String> {
+fn section(text: &str, name: &str) -> Profile {
     let mut inside = false;
     let mut values = HashMap::new();
     for line in text.lines() {
@@ -73,7 +64,7 @@ pub(super) struct ProfileProvider(Mutex<Arc<AwsCredential>>);
 impl ProfileProvider {
     /// A provider, if the profile has keys.
     pub(super) fn of(profile: &Profile) -> Option<Self> {
-        Some(Self(Mutex::new(Arc::new(profile.credential()?))))
+        Some(Self(Mutex::new(Arc::new(credential(profile)?))))
     }
 }
 
@@ -82,7 +73,7 @@ impl CredentialProvider for ProfileProvider {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
-        let read = load().credential();
+        let read = credential(&load());
         let mut known = self.0.lock();
         // Those of a file that is being written stay for a moment.
         if let Some(credential) = read {
@@ -100,11 +91,12 @@ mod tests {
     fn profiles_are_found_in_both_files() {
         let text = "[default]\naws_access_key_id = A\naws_secret_access_key=S\n# x=y\n[profile two]\nregion = eu\n\
                     s3 =\n  max = 3\n[two]\nAWS_SESSION_TOKEN=T=\n";
-        let two = Profile { values: section(text, "two") };
-        assert_eq!((two.get("region"), two.get("aws_session_token"), two.get("max")), (Some("eu"), Some("T="), None));
+        let two = section(text, "two");
+        let found = ["region", "aws_session_token", "max"].map(|key| two.get(key).map(String::as_str));
+        assert_eq!(found, [Some("eu"), Some("T="), None]);
         assert!(ProfileProvider::of(&two).is_none());
-        let first = Profile { values: section(text, "default") };
-        assert_eq!(first.credential().unwrap().key_id, "A");
+        let first = section(text, "default");
+        assert_eq!(credential(&first).unwrap().key_id, "A");
         assert!(!format!("{:?}", ProfileProvider::of(&first)).contains("\"S\""));
     }
 }
