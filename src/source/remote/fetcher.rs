@@ -336,7 +336,7 @@ fn first_part(blocks: u64, steps: u64) -> u64 {
 
 /// Compares checksums of present blocks. Returns the others.
 fn verify(object: &RemoteObject, ranges: &[Range<u64>]) -> Result<Vec<Range<u64>>, FetchError> {
-    let failed = FetchError::of_cache;
+    let failed = |error| FetchError::of_cache(&object.entry, error);
     let mut absent = Vec::new();
     for blocks in ranges {
         let _guards = object.entry.guard(blocks).map_err(failed)?;
@@ -391,7 +391,7 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
         }
         let absent = match entry.absent(&job.blocks) {
             Ok(absent) => absent,
-            Err(error) => break Err(FetchError::of_cache(error)),
+            Err(error) => break Err(FetchError::of_cache(entry, error)),
         };
         let count = absent.iter().map(|blocks| blocks.end - blocks.start).sum();
         if count == 0 {
@@ -414,9 +414,6 @@ fn fetch(shared: &Shared, job: &Arc<Job>, is_urgent: bool) -> bool {
     if claimed {
         // Before the end: a job for the same blocks of this process may follow, and this would drop its claim.
         let _ = entry.claim(&job.blocks, false);
-    }
-    if let Err(FetchError::Cache(error)) = &outcome {
-        tracing::warn!("cache {}: {error}; read without the cache", entry.name);
     }
     job.end(outcome);
     shared.progress.note();
@@ -484,7 +481,7 @@ fn store(shared: &Shared, job: &Job, first: u64, bytes: &[u8]) -> Result<(), Fet
             space.note_full();
             FetchError::NoRoom
         } else {
-            FetchError::of_cache(error)
+            FetchError::of_cache(&job.object.entry, error)
         }
     })
 }

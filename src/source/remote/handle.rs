@@ -71,7 +71,7 @@ impl Remote {
     /// come.
     pub(super) fn ready(&self, spans: &[ByteSpan], mut deadline: Option<Deadline>) -> Result<Guards<'_>, FetchError> {
         let (object, entry) = (&self.object, &self.object.entry);
-        let failed = FetchError::of_cache;
+        let failed = |error| FetchError::of_cache(entry, error);
         for _ in 0..ROUNDS_MAX {
             let (mut guards, mut absent) = (Guards::new(), Vec::new());
             for span in spans {

@@ -146,10 +146,14 @@ pub enum FetchError {
 }
 
 impl FetchError {
-    /// The reason that an error of the cache's files is.
-    pub(super) fn of_cache(error: io::Error) -> Self {
+    /// The reason that an error of an entry's files is, which is told.
+    pub(super) fn of_cache(entry: &Entry, error: io::Error) -> Self {
         // A segment is left to another process for a moment, which needs its room.
-        if error.kind() == io::ErrorKind::WouldBlock { Self::NoRoom } else { Self::Cache(Arc::new(error)) }
+        if error.kind() == io::ErrorKind::WouldBlock {
+            return Self::NoRoom;
+        }
+        entry.note_failure(&error);
+        Self::Cache(Arc::new(error))
     }
 }
 

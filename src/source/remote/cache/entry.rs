@@ -87,6 +87,8 @@ pub struct Entry {
     /// The number of drops that this process knows of; see [`EntryMeta::dropped`].
     drops_known: AtomicU64,
     counters: Arc<RemoteCounters>,
+    /// Whether it was told that its files fail.
+    told: AtomicBool,
 }
 
 /// Milliseconds since shortly before the first call in this process: never 0, which means no use.
@@ -130,6 +132,14 @@ impl Entry {
             meta_is_old: AtomicBool::new(false),
             drops_known,
             counters,
+            told: AtomicBool::new(false),
+        }
+    }
+
+    /// Tells once that its files fail, so that its object is read without them.
+    pub(in super::super) fn note_failure(&self, error: &io::Error) {
+        if !self.told.swap(true, Ordering::Relaxed) {
+            tracing::warn!("cache {}: {error}; read without the cache", self.name);
         }
     }
 

@@ -12,7 +12,9 @@ use super::{
     super::{
         RemoteCounters,
         interface::{Content, RemoteFile},
+        object::FetchError,
     },
+    block_map::BlockMap,
     entry::Eviction,
     geometry::{OBJECT_BYTES_MAX, SEGMENT_BLOCKS, SEGMENT_BYTES},
     *,
@@ -328,4 +330,50 @@ fn a_claim_ends_with_its_process() {
     child.kill().unwrap();
     child.wait().unwrap();
     assert!(entry.claim(&(0..5), true).unwrap());
+}
+
+/// Counts warnings.
+#[derive(Default)]
+struct Told(std::sync::atomic::AtomicUsize);
+
+impl tracing::Subscriber for Told {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn an_entry_that_cannot_be_guarded_is_told_once() {
+    let dir = tempfile::tempdir().unwrap();
+    // A descriptor for writing alone gets no shared lock.
+    let map = BlockMap::create(fs::File::create(dir.path().join("map")).unwrap(), BLOCK_BYTES).unwrap();
+    let entry = open(dir.path(), None).entry(&file("k", BLOCK_BYTES), "", "k").unwrap();
+    let data = entry.data.try_clone().unwrap();
+    let entry = Entry::new("v-1", None, data, map, entry.meta(), Arc::default());
+    let told = Arc::new(Told::default());
+    tracing::subscriber::with_default(Arc::clone(&told), || {
+        for _ in 0..3 {
+            let error = FetchError::of_cache(&entry, entry.guard(&(0..1)).unwrap_err());
+            assert!(matches!(error, FetchError::Cache(_)), "{error}");
+        }
+        let left = std::io::Error::from(std::io::ErrorKind::WouldBlock);
+        assert!(matches!(FetchError::of_cache(&entry, left), FetchError::NoRoom));
+    });
+    assert_eq!(told.0.load(std::sync::atomic::Ordering::Relaxed), 1);
 }
