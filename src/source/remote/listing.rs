@@ -30,13 +30,13 @@ pub(super) struct Gathered {
 }
 
 impl Gathered {
-    /// Adds a page.
+    /// Adds a page, which has so many `others` besides, such as directories.
     ///
     /// # Errors
     /// The listing has no end, or more objects than a repository has.
-    pub(super) fn add(&mut self, files: Vec<RemoteFile>, passed: Vec<PassedOver>) -> Result<(), String> {
+    pub(super) fn add(&mut self, files: Vec<RemoteFile>, passed: Vec<PassedOver>, others: usize) -> Result<(), String> {
         self.pages += 1;
-        self.empty = if files.is_empty() { self.empty + 1 } else { 0 };
+        self.empty = if files.is_empty() && others == 0 { self.empty + 1 } else { 0 };
         if self.pages > PAGES_MAX || self.empty > EMPTY_PAGES_MAX {
             let (pages, count) = (self.pages, self.files.len());
             return Err(format!("{pages} pages with {count} objects, and no end: the service lists without end"));
@@ -108,7 +108,7 @@ mod tests {
         let mut listing = Gathered::default();
         let objects =
             [("original", 0), ("original/a", 1), ("original-b", 1), ("d", 5), ("d/x", 1), ("e_$folder$", 0), ("f", 0)];
-        listing.add(objects.iter().map(|(path, size)| file(path, *size)).collect(), Vec::new()).unwrap();
+        listing.add(objects.iter().map(|(path, size)| file(path, *size)).collect(), Vec::new(), 0).unwrap();
         let (files, passed) = listing.finish();
         let paths: Vec<&str> = files.iter().map(|file| file.path.as_str()).collect();
         assert_eq!(paths, ["d/x", "f", "original-b", "original/a"]);
@@ -118,16 +118,24 @@ mod tests {
     }
 
     #[test]
+    fn many_pages_of_directories_are_no_end() {
+        let mut listing = Gathered::default();
+        (0..2 * EMPTY_PAGES_MAX).for_each(|_| listing.add(Vec::new(), Vec::new(), 1000).unwrap());
+        listing.add(vec![file("a", 1)], Vec::new(), 0).unwrap();
+        assert_eq!(listing.files.len(), 1);
+    }
+
+    #[test]
     fn a_listing_without_end_is_refused() {
         let mut listing = Gathered::default();
-        listing.add(vec![file("a", 1)], Vec::new()).unwrap();
-        let error = listing.add(vec![file("a", 1)], Vec::new()).unwrap_err();
+        listing.add(vec![file("a", 1)], Vec::new(), 0).unwrap();
+        let error = listing.add(vec![file("a", 1)], Vec::new(), 0).unwrap_err();
         assert!(error.contains("twice"), "{error}");
         let mut listing = Gathered::default();
-        let error = (0..=EMPTY_PAGES_MAX).find_map(|_| listing.add(Vec::new(), Vec::new()).err()).unwrap();
+        let error = (0..=EMPTY_PAGES_MAX).find_map(|_| listing.add(Vec::new(), Vec::new(), 0).err()).unwrap();
         assert!(error.contains("without end"), "{error}");
         let mut listing = Gathered::default();
-        let add = |number: usize| listing.add(vec![file(&number.to_string(), 1)], Vec::new()).err();
+        let add = |number: usize| listing.add(vec![file(&number.to_string(), 1)], Vec::new(), 0).err();
         let error = (0..=PAGES_MAX).find_map(add).unwrap();
         assert!(error.contains("without end"), "{error}");
     }

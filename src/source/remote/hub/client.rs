@@ -110,8 +110,12 @@ impl Hub {
         let refuse = |message: String| RemoteError::new(Failure::Unsupported, self.host(), repo, message);
         while let Some(url) = next {
             let (entries, headers): (Vec<HubEntry>, _) = self.api(repo, Subject::Revision(commit), &url, deadline)?;
+            let count = entries.len();
             let files = entries.into_iter().filter_map(|entry| entry.file(&named).transpose());
-            let added = files.collect::<Result<_, _>>().and_then(|files| listing.add(files, Vec::new()));
+            let added = files.collect::<Result<Vec<_>, _>>().and_then(|files| {
+                let directories = count - files.len();
+                listing.add(files, Vec::new(), directories)
+            });
             added.map_err(refuse)?;
             next = next_page(&headers).and_then(|text| url.join(&text).ok());
             if let Some(next) = next.as_ref().filter(|next| !may_follow(&url, next)) {

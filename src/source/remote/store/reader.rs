@@ -85,7 +85,7 @@ impl Store {
                 let path = key.strip_prefix(&below).unwrap_or(key).to_owned();
                 files.push(self.file(meta, path)?);
             }
-            listing.add(files, filter.take()).map_err(unusable)?;
+            listing.add(files, filter.take(), 0).map_err(unusable)?;
             if told.elapsed() >= TOLD_PERIOD {
                 told = Instant::now();
                 tracing::warn!("{what}: being listed, {}", listing.so_far());
