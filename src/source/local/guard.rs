@@ -23,7 +23,7 @@ use std::{
     },
 };
 
-use memmap2::{Advice, MmapOptions, MmapRaw};
+use memmap2::{MmapOptions, MmapRaw};
 
 /// One guarded mapping as the handler sees it. Slots are never freed or reused: a handler may look at one at any moment, and
 /// a repository's mappings are few and live as long as the process.
@@ -49,7 +49,8 @@ static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// A read-only mapping of a whole file that survives the loss of its pages.
 pub struct GuardedMap {
-    map: MmapRaw,
+    /// For its address and length, and for advice about it: its bytes are read by [`GuardedMap::with`] alone.
+    pub(super) map: MmapRaw,
     slot: &'static MapSlot,
 }
 
@@ -68,29 +69,6 @@ impl GuardedMap {
         let start = map.as_ptr().addr();
         let end = (start + len_bytes).next_multiple_of(page_bytes());
         Ok(Self { slot: register(start, end), map })
-    }
-
-    /// Address of the first byte.
-    pub(super) fn as_ptr(&self) -> *const u8 {
-        self.map.as_ptr()
-    }
-
-    /// Advises the kernel about all of the mapping.
-    ///
-    /// # Errors
-    /// The kernel does not know the advice.
-    pub(super) fn advise(&self, advice: Advice) -> io::Result<()> {
-        self.map.advise(advice)
-    }
-
-    /// Length in bytes.
-    pub fn len(&self) -> usize {
-        self.map.len()
-    }
-
-    /// Whether the mapping holds no byte. It always holds one.
-    pub fn is_empty(&self) -> bool {
-        self.map.len() == 0
     }
 
     /// Whether a page was missing at any time.
@@ -121,11 +99,6 @@ impl GuardedMap {
         let bytes = unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), end - start) };
         work(bytes);
         if self.has_faulted() { Err(Faulted) } else { Ok(()) }
-    }
-
-    /// Drops the mapping's resident pages; they come back from the page cache when touched again.
-    pub(crate) fn drop_resident(&self) {
-        drop_resident(self.map.as_ptr(), self.map.len());
     }
 }
 

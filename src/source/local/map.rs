@@ -45,15 +45,18 @@ impl FileMaps {
         Self { file, path, len, kernel_map, guarded_map, block_map, touched: AtomicBool::new(false), tells_resident }
     }
 
-    fn block_map(&self) -> Option<&GuardedMap> {
+    fn block_map(&self) -> Option<&MmapRaw> {
         let make = || {
             let map = GuardedMap::new(&self.file, self.len).ok()?;
             // With the second advice alone the kernel reads one small page at a time.
-            let is_advised = |advice| map.advise(advice).is_ok();
+            let is_advised = |advice| map.map.advise(advice).is_ok();
             (is_advised(Advice::HugePage) && is_advised(Advice::Random)).then_some(map)
         };
         let blocks = allocation_page_bytes() == BLOCK_BYTES;
-        self.block_map.get_or_init(|| (blocks && self.len > 0 && self.tells_resident).then(make)?).as_ref()
+        self.block_map
+            .get_or_init(|| (blocks && self.len > 0 && self.tells_resident).then(make)?)
+            .as_ref()
+            .map(|map| &map.map)
     }
 
     fn kernel_map(&self) -> Option<&MmapRaw> {
@@ -102,13 +105,10 @@ impl FileMaps {
     }
 
     pub(super) fn drop_resident(&self) {
-        if let Some(map) = self.kernel_map.get().and_then(Option::as_ref) {
+        let guarded = [&self.guarded_map, &self.block_map].map(|map| Some(&map.get()?.as_ref()?.map));
+        let kernel = self.kernel_map.get().and_then(Option::as_ref);
+        for map in guarded.into_iter().chain([kernel]).flatten() {
             guard::drop_resident(map.as_ptr(), map.len());
-        }
-        for map in [&self.guarded_map, &self.block_map] {
-            if let Some(map) = map.get().and_then(Option::as_ref) {
-                map.drop_resident();
-            }
         }
     }
 
