@@ -172,15 +172,7 @@ impl Cache {
     /// It cannot be opened, is malformed, or was removed meanwhile.
     pub fn existing(&self, dir: &Path) -> io::Result<Arc<Entry>> {
         let name = dir.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let meta = EntryMeta::read(dir)?;
-        match self.open_entry(dir, name, &meta)? {
-            Attempt::Open(entry) => Ok(Arc::new(*entry)),
-            Attempt::Missing => Err(io::ErrorKind::NotFound.into()),
-            Attempt::Malformed => Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "map and data do not fit each other: `ckfs cache prune` removes it",
-            )),
-        }
+        self.open_entry(dir, name, &EntryMeta::read(dir)?).map(Arc::new)
     }
 
     fn in_memory_entry(&self, name: &str, meta: EntryMeta) -> io::Result<Entry> {
@@ -197,53 +189,52 @@ impl Cache {
     fn on_disk(&self, objects: &Path, name: &str, meta: &EntryMeta) -> io::Result<Entry> {
         let dir = objects.join(name);
         for _ in 0..TRIES_MAX {
-            match self.open_entry(&dir, name, meta)? {
-                Attempt::Open(entry) => {
+            match self.open_entry(&dir, name, meta) {
+                Ok(entry) => {
                     entry.touch();
-                    return Ok(*entry);
+                    return Ok(entry);
                 }
-                Attempt::Missing => Self::create(objects, &dir, meta)?,
-                Attempt::Malformed => {
-                    // From another version, or damaged.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => Self::create(objects, &dir, meta)?,
+                // From another version, or damaged.
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                     if self.remove_unused(&dir)?.is_none() {
                         return Err(io::Error::other(format!("{}: damaged and in use", dir.display())));
                     }
                 }
+                Err(error) => return Err(error),
             }
         }
         Err(io::Error::other(format!("{}: made and removed again and again by other processes", dir.display())))
     }
 
-    fn open_entry(&self, dir: &Path, name: &str, meta: &EntryMeta) -> io::Result<Attempt> {
+    /// Opens an entry: [`io::ErrorKind::NotFound`] if it is not there or is being removed, [`io::ErrorKind::InvalidData`] if it is
+    /// malformed.
+    fn open_entry(&self, dir: &Path, name: &str, meta: &EntryMeta) -> io::Result<Entry> {
         let open = |part: &str| own::open_part(&dir.join(part));
-        match own::is_own_directory(dir) {
-            Ok(true) => {}
-            Ok(false) => return Err(io::Error::other(format!("{}: not a directory of this user", dir.display()))),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Attempt::Missing),
-            Err(error) => return Err(error),
-        }
-        let file = match open(MAP) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Ok(if dir.exists() { Attempt::Malformed } else { Attempt::Missing });
-            }
-            Err(error) => return Err(error),
+        let missing = || io::Error::from(io::ErrorKind::NotFound);
+        let malformed = || {
+            let message = "map and data do not fit each other: `ckfs cache prune` removes it";
+            io::Error::new(io::ErrorKind::InvalidData, message)
         };
+        if !own::is_own_directory(dir)? {
+            return Err(io::Error::other(format!("{}: not a directory of this user", dir.display())));
+        }
+        let is_lost = |error: &io::Error| error.kind() == io::ErrorKind::NotFound && dir.exists();
+        let file = open(MAP).map_err(|error| if is_lost(&error) { malformed() } else { error })?;
         if !lock::try_lock(&file, LockKind::Shared, &lock::ENTRY)? {
             // It is being removed.
             std::thread::yield_now();
-            return Ok(Attempt::Missing);
+            return Err(missing());
         }
         // It may have been removed between the two calls.
         let own = file.metadata()?;
         let is_same = |found: fs::Metadata| (found.dev(), found.ino()) == (own.dev(), own.ino());
         if !fs::metadata(dir.join(MAP)).is_ok_and(is_same) {
-            return Ok(Attempt::Missing);
+            return Err(missing());
         }
-        let Ok(data) = open(DATA) else { return Ok(Attempt::Malformed) };
+        let data = open(DATA).map_err(|_| malformed())?;
         let whole = data.metadata()?.len() == meta.size_bytes;
-        let map = BlockMap::open(file, meta.size_bytes)?;
-        let Some(map) = map.filter(|_| whole) else { return Ok(Attempt::Malformed) };
+        let map = BlockMap::open(file, meta.size_bytes)?.filter(|_| whole).ok_or_else(malformed)?;
         let meta = match EntryMeta::read(dir) {
             Ok(found) if found.size_bytes == meta.size_bytes => found,
             Ok(_) | Err(_) => {
@@ -253,7 +244,7 @@ impl Cache {
             }
         };
         let counters = Arc::clone(&self.counters);
-        Ok(Attempt::Open(Box::new(Entry::new(name, Some(dir.to_owned()), data, map, meta, counters))))
+        Ok(Entry::new(name, Some(dir.to_owned()), data, map, meta, counters))
     }
 
     /// Makes an entry under another name and gives it its own at the end. If another process was faster, its entry stays.
@@ -311,12 +302,4 @@ impl Cache {
 /// When an entry was last in use, and its bytes of disk.
 pub fn usage(dir: &Path) -> (std::time::SystemTime, u64) {
     (meta::last_use(dir), super::space::disk_bytes(dir))
-}
-
-/// The result of an attempt to open an entry.
-#[derive(Debug)]
-enum Attempt {
-    Open(Box<Entry>),
-    Missing,
-    Malformed,
 }
