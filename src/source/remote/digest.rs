@@ -49,10 +49,9 @@ pub fn digest_of(entry: &Entry, known: &KnownDigest) -> io::Result<Option<String
 pub(super) fn compare_when_whole(remote: &Remote) {
     // The object holds this, and jobs of the fetcher hold the object.
     let (object, fetcher) = (Arc::downgrade(&remote.object), Arc::downgrade(&remote.fetcher));
-    let timeout = remote.timeout;
     let _ = remote.object.digest.on_whole.set(Box::new(move || {
         if let (Some(object), Some(fetcher)) = (object.upgrade(), fetcher.upgrade()) {
-            begin(&Remote { object, fetcher, timeout });
+            begin(&Remote { object, fetcher });
         }
     }));
 }

@@ -35,7 +35,6 @@ use super::{
     fetcher::merged,
     handle::{Remote, is_late},
     object::FetchError,
-    retry::Deadline,
     share,
 };
 
@@ -138,7 +137,7 @@ impl RemoteFiles {
         if let Some(error) = remote.object.take_recent_timeout(&spans) {
             return Err(self.error(file, bounding(&spans), &error));
         }
-        let deadline = Deadline::At(Instant::now() + remote.timeout);
+        let deadline = remote.deadline();
         let read = remote.read_uncached(parts, deadline).map_err(|(span, error)| (span, Arc::new(error)));
         let late = read.as_ref().err().map(|(_, error)| error).filter(|error| is_late(error, deadline));
         remote.object.record_result(&spans, late);
@@ -190,8 +189,7 @@ impl RemoteFiles {
         if self.rest_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, rest).is_err() {
             return;
         }
-        let deadline = Deadline::At(Instant::now() + remote.timeout);
-        if let Err(failure) = remote.fetcher.fetch(&[(Arc::clone(object), vec![all])], 0, deadline) {
+        if let Err(failure) = remote.fetcher.fetch(&[(Arc::clone(object), vec![all])], 0, remote.deadline()) {
             tracing::debug!("{}: its rest does not come: {failure}", object.name.display());
         }
     }
@@ -253,9 +251,8 @@ impl Source for RemoteFiles {
         };
         let (remotes, demands): (Vec<&Remote>, Vec<_>) = files.iter().filter_map(demand).unzip();
         if let Some(first) = remotes.first().filter(|_| demands.len() > 1) {
-            let deadline = Deadline::At(Instant::now() + first.timeout);
             let gap = first.object.service.gap_bytes() / BLOCK_BYTES;
-            if let Err(FetchError::Remote(name, error)) = first.fetcher.fetch(&demands, gap, deadline) {
+            if let Err(FetchError::Remote(name, error)) = first.fetcher.fetch(&demands, gap, first.deadline()) {
                 let is_named = |fetch: &&FileFetch<'_, '_>| {
                     self.remote(fetch.file).is_some_and(|remote| Arc::ptr_eq(&remote.object.name, &name))
                 };

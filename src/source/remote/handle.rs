@@ -6,7 +6,7 @@ use std::{
     ops::{ControlFlow, Range},
     os::unix::fs::FileExt,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use ckfs_sync::Helpers;
@@ -42,8 +42,6 @@ pub struct Remote {
     pub object: Arc<RemoteObject>,
     /// What fetches its blocks.
     pub fetcher: Arc<Fetcher>,
-    /// Longest wait of one read.
-    pub timeout: Duration,
 }
 
 impl Remote {
@@ -93,7 +91,7 @@ impl Remote {
             if let Some(error) = object.take_recent_timeout(spans) {
                 return Err(FetchError::Remote(Arc::clone(&object.name), error));
             }
-            let until = *deadline.get_or_insert_with(|| Deadline::At(Instant::now() + self.timeout));
+            let until = *deadline.get_or_insert_with(|| self.deadline());
             // Gaps are merged only within a strided piece, whose spans come in one call.
             let gap = if spans.len() > 1 { object.service.gap_bytes() / BLOCK_BYTES } else { 0 };
             let brought = self.fetcher.fetch(&[(Arc::clone(object), absent)], gap, until);
@@ -105,6 +103,11 @@ impl Remote {
             brought?;
         }
         Err(FetchError::NoRoom)
+    }
+
+    /// The deadline of a read that begins now.
+    pub(super) fn deadline(&self) -> Deadline {
+        Deadline::At(Instant::now() + self.object.service.gate.limit())
     }
 
     /// The blocks of spans.

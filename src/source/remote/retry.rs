@@ -110,6 +110,11 @@ impl Backoff {
         Self { counters, closed: Mutex::default(), pulse, traffic: Mutex::new(traffic), freed: Condvar::new() }
     }
 
+    /// For how long the service may bring nothing.
+    pub(super) fn limit(&self) -> Duration {
+        self.pulse.limit
+    }
+
     /// Closes the gate for `pause` from now on, since a reply requested it. A longer pause stays.
     pub fn close(&self, pause: Duration, why: &RemoteError) {
         let until = Instant::now() + pause;

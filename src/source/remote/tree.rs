@@ -3,7 +3,6 @@
 use std::{
     path::Path,
     sync::{Arc, OnceLock},
-    time::Duration,
 };
 
 use rayon::iter::{IntoParallelIterator, IntoParallelRefIterator, ParallelIterator};
@@ -55,7 +54,6 @@ pub struct RemoteTree {
     repository: RemoteRepository,
     service: Arc<Retrying>,
     fetcher: Arc<Fetcher>,
-    timeout: Duration,
     /// Made when they are first used: a checkpoint of a trainer may have very many files that are never read.
     remotes: Vec<OnceLock<Remote>>,
 }
@@ -78,7 +76,7 @@ impl RemoteTree {
         let service = Arc::new(Retrying::new(gate, objects));
         let remotes = repository.files.iter().map(|_| OnceLock::new()).collect();
         let fetcher = Arc::new(Fetcher::new(Arc::clone(cache)));
-        let tree = Self { repository, service, fetcher, timeout: options.timeout, remotes };
+        let tree = Self { repository, service, fetcher, remotes };
         tree.fetch_heads()?;
         Ok(tree)
     }
@@ -105,7 +103,7 @@ impl RemoteTree {
         let entry = self.fetcher.cache().entry(file, origin, &name.display().to_string());
         let entry = entry.map_err(|error| SourceError::io(Arc::clone(&name), "make its entry in the cache", error))?;
         let object = Arc::new(RemoteObject::new(file.clone(), name, entry, Arc::clone(&self.service)));
-        let made = Remote { object, fetcher: Arc::clone(&self.fetcher), timeout: self.timeout };
+        let made = Remote { object, fetcher: Arc::clone(&self.fetcher) };
         Ok(self.remotes[place].get_or_init(|| made))
     }
 
@@ -149,8 +147,7 @@ impl RemoteTree {
     /// Compares the small files that are complete with their digests, before anything is made of them.
     fn compare_small(&self, demands: &[Demand]) -> Result<(), SourceError> {
         let compare = |(object, _): &Demand| {
-            let remote =
-                Remote { object: Arc::clone(object), fetcher: Arc::clone(&self.fetcher), timeout: self.timeout };
+            let remote = Remote { object: Arc::clone(object), fetcher: Arc::clone(&self.fetcher) };
             if object.file.size_bytes > NEEDED_BYTES_MAX || !digest::is_open(object) || !object.entry.is_whole() {
                 return Ok(());
             }
