@@ -59,21 +59,6 @@ pub enum NodeValue<'a> {
     At(&'a BlobLocation),
 }
 
-/// A child of an interior node.
-#[derive(Debug)]
-struct Child {
-    location: BlobLocation,
-    /// Bytes of its first key that are its prefix.
-    prefix_len: usize,
-}
-
-#[derive(Debug)]
-enum Entries {
-    /// Places in the inline bytes, or in files.
-    Values(Vec<Result<Range<usize>, BlobLocation>>),
-    Children(Vec<Child>),
-}
-
 /// A node that was read.
 #[derive(Debug)]
 pub(super) struct Node<'a> {
@@ -82,7 +67,10 @@ pub(super) struct Node<'a> {
     /// Where each key ends in `keys`.
     ends: Vec<usize>,
     inline: Vec<u8>,
-    entries: Entries,
+    /// Of a leaf: places in the inline bytes, or in files.
+    values: Vec<Result<Range<usize>, BlobLocation>>,
+    /// Of an interior node, each with the number of bytes of its first key that are its prefix.
+    children: Vec<(BlobLocation, usize)>,
     held: HeldRoom,
 }
 
@@ -110,16 +98,17 @@ impl<'a> Node<'a> {
             keys: Vec::new(),
             ends: Vec::with_capacity(rows),
             inline: Vec::new(),
-            entries: Entries::Children(Vec::new()),
+            values: Vec::new(),
+            children: Vec::new(),
             held: ParseRoom::of_process().hold(),
         };
         node.hold(body.len() + rows * ROW_BYTES)?;
         let prefix_lens = node.read_keys(&mut cursor, rows, height > 0)?;
-        node.entries = if height > 0 {
-            read_children(&mut cursor, &files, prefix_lens)?
+        if height > 0 {
+            node.children = read_children(&mut cursor, &files, prefix_lens)?;
         } else {
-            node.read_values(&mut cursor, &files, rows)?
-        };
+            node.read_values(&mut cursor, &files, rows)?;
+        }
         cursor.end()?;
         Ok(node)
     }
@@ -212,7 +201,7 @@ impl<'a> Node<'a> {
         }
     }
 
-    fn read_values(&mut self, cursor: &mut Cursor<'_>, files: &FileTable, rows: usize) -> Result<Entries, FormatError> {
+    fn read_values(&mut self, cursor: &mut Cursor<'_>, files: &FileTable, rows: usize) -> Result<(), FormatError> {
         let lengths = cursor.column(rows, "value length", u64::MAX)?;
         let kinds = cursor.take(rows, "value kinds")?;
         if let Some(found) = kinds.iter().find(|kind| **kind > 1) {
@@ -223,11 +212,11 @@ impl<'a> Node<'a> {
         let ids = files.ids(cursor, elsewhere)?;
         let offsets = cursor.column(elsewhere, "value offset", u64::MAX)?;
         let mut places = ids.into_iter().zip(offsets);
-        let mut values = Vec::with_capacity(rows);
+        self.values.reserve_exact(rows);
         for (len, kind) in lengths.into_iter().zip(kinds) {
             if *kind == 1 {
                 let (id, offset) = places.next().expect("there is a place for each value of kind 1");
-                values.push(Err(files.location(cursor, id, offset, len)?));
+                self.values.push(Err(files.location(cursor, id, offset, len)?));
                 continue;
             }
             if len > INLINE_BYTES_MAX {
@@ -235,9 +224,9 @@ impl<'a> Node<'a> {
             }
             let start = self.inline.len();
             self.inline.extend_from_slice(cursor.take(ckfs_tensor::to_usize(len), "inline values")?);
-            values.push(Ok(start..self.inline.len()));
+            self.values.push(Ok(start..self.inline.len()));
         }
-        Ok(Entries::Values(values))
+        Ok(())
     }
 
     /// Where key number `row` is; an empty range for no row.
@@ -251,8 +240,7 @@ impl<'a> Node<'a> {
 
     /// The keys with their values, if this is a leaf.
     pub(super) fn values(&self) -> impl Iterator<Item = (&[u8], NodeValue<'_>)> {
-        let values = if let Entries::Values(values) = &self.entries { values.as_slice() } else { &[] };
-        values.iter().enumerate().map(|(row, value)| {
+        self.values.iter().enumerate().map(|(row, value)| {
             let value = match value {
                 Ok(span) => NodeValue::Inline(&self.inline[span.clone()]),
                 Err(location) => NodeValue::At(location),
@@ -263,15 +251,14 @@ impl<'a> Node<'a> {
 
     /// The children in whose range of keys `is_wanted` is interested: it is given the first key and the end, if there is one.
     pub(super) fn children(&self, is_wanted: impl Fn(&[u8], Option<&[u8]>) -> bool) -> Vec<NodeRef> {
-        let children = if let Entries::Children(children) = &self.entries { children.as_slice() } else { &[] };
-        let wanted = children.iter().enumerate().filter_map(|(row, child)| {
+        let wanted = self.children.iter().enumerate().filter_map(|(row, (location, prefix_len))| {
             let start = self.key(row);
-            let is_last = row + 1 == children.len();
+            let is_last = row + 1 == self.children.len();
             let end = if is_last { self.reference.end.as_deref() } else { Some(self.key(row + 1)) };
             is_wanted(start, end).then(|| NodeRef {
-                location: child.location.clone(),
+                location: location.clone(),
                 height: self.reference.height - 1,
-                prefix: start[..child.prefix_len].to_vec(),
+                prefix: start[..*prefix_len].to_vec(),
                 start: start.to_vec(),
                 end: end.map(<[u8]>::to_vec),
             })
@@ -280,7 +267,11 @@ impl<'a> Node<'a> {
     }
 }
 
-fn read_children(cursor: &mut Cursor<'_>, files: &FileTable, prefix_lens: Vec<usize>) -> Result<Entries, FormatError> {
+fn read_children(
+    cursor: &mut Cursor<'_>,
+    files: &FileTable,
+    prefix_lens: Vec<usize>,
+) -> Result<Vec<(BlobLocation, usize)>, FormatError> {
     let rows = prefix_lens.len();
     let ids = files.ids(cursor, rows)?;
     let offsets = cursor.column(rows, "node offset", u64::MAX)?;
@@ -288,9 +279,6 @@ fn read_children(cursor: &mut Cursor<'_>, files: &FileTable, prefix_lens: Vec<us
     for what in ["number of keys", "bytes of the tree", "bytes of values"] {
         cursor.column(rows, what, u64::MAX)?;
     }
-    let child = |(row, prefix_len)| {
-        let location = files.location(cursor, ids[row], offsets[row], lengths[row])?;
-        Ok(Child { location, prefix_len })
-    };
-    prefix_lens.into_iter().enumerate().map(child).collect::<Result<_, _>>().map(Entries::Children)
+    let child = |(row, len)| Ok((files.location(cursor, ids[row], offsets[row], lengths[row])?, len));
+    prefix_lens.into_iter().enumerate().map(child).collect()
 }
