@@ -115,28 +115,20 @@ impl Codecs {
     }
 }
 
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Named {
-    Name(String),
-    Whole(Whole),
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Whole {
-    name: String,
-    #[serde(default)]
-    configuration: Map<String, Value>,
-}
-
 /// The name and settings of an extension point.
 pub(super) fn named(value: &Value, member: &'static str) -> Result<(String, Map<String, Value>), FormatError> {
-    match Named::deserialize(value) {
-        Ok(Named::Name(name)) => Ok((name, Map::new())),
-        Ok(Named::Whole(Whole { name, configuration })) => Ok((name, configuration)),
-        Err(_) => Err(wrong(member, "a name and its configuration", value)),
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Whole {
+        name: String,
+        #[serde(default)]
+        configuration: Map<String, Value>,
     }
+    if let Value::String(name) = value {
+        return Ok((name.clone(), Map::new()));
+    }
+    let found = Whole::deserialize(value).map(|Whole { name, configuration }| (name, configuration));
+    found.map_err(|_| wrong(member, "a name and its configuration", value))
 }
 
 pub(super) fn wrong(member: &'static str, expected: impl Display, found: impl Display) -> FormatError {
