@@ -17,34 +17,29 @@ use super::permission::{AccessRule, AccessRules, DirectoryRules, Mounter, PASS, 
 const ACCESS_LIST: &str = "system.posix_acl_access";
 
 /// Gates found so far: the files of a repository have the same directories above them.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Survey {
     directories: Mutex<HashMap<PathBuf, AccessRule>>,
     known: Mutex<HashSet<AccessRules>>,
-    unmapped: Unmapped,
+    /// The ids that represent users and groups without an id in this user namespace.
+    unmapped: [Option<u32>; 2],
 }
 
-/// The ids that represent users and groups without an id in this user namespace.
-#[derive(Debug)]
-struct Unmapped {
-    uid: Option<u32>,
-    gid: Option<u32>,
-}
-
-impl Default for Unmapped {
+impl Default for Survey {
     fn default() -> Self {
-        let number = |file: &str| fs::read_to_string(file).ok()?.trim().parse().ok();
-        // All users have ids if a single range maps all of them.
-        let complete = |file: &str| {
-            let map = fs::read_to_string(file).unwrap_or_default();
-            map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
-        };
-        let of = |map: &str, overflow: &str| if complete(map) { None } else { number(overflow).or(Some(65534)) };
-        Self {
-            uid: of("/proc/self/uid_map", "/proc/sys/kernel/overflowuid"),
-            gid: of("/proc/self/gid_map", "/proc/sys/kernel/overflowgid"),
-        }
+        let unmapped = ["uid", "gid"].map(unmapped);
+        Self { directories: Mutex::default(), known: Mutex::default(), unmapped }
     }
+}
+
+fn unmapped(kind: &str) -> Option<u32> {
+    let map = fs::read_to_string(format!("/proc/self/{kind}_map")).unwrap_or_default();
+    // All users have ids if a single range maps all of them.
+    if map.split_ascii_whitespace().eq(["0", "0", "4294967295"]) {
+        return None;
+    }
+    let overflow = fs::read_to_string(format!("/proc/sys/kernel/overflow{kind}")).unwrap_or_default();
+    overflow.trim().parse().ok().or(Some(65534))
 }
 
 impl Survey {
@@ -90,8 +85,8 @@ impl Survey {
     }
 
     fn gate(&self, meta: &fs::Metadata, wanted: u16, has_access_list: bool) -> AccessRule {
-        let uid = if self.unmapped.uid == Some(meta.uid()) { UNKNOWN } else { meta.uid() };
-        let gid = if self.unmapped.gid == Some(meta.gid()) { UNKNOWN } else { meta.gid() };
+        let known = |unmapped: Option<u32>, id: u32| if unmapped == Some(id) { UNKNOWN } else { id };
+        let (uid, gid) = (known(self.unmapped[0], meta.uid()), known(self.unmapped[1], meta.gid()));
         let gate = AccessRule::new(uid, gid, meta.mode(), wanted);
         if has_access_list { gate.with_access_list() } else { gate }
     }
