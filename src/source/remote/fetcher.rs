@@ -84,11 +84,8 @@ struct JobQueue {
     steps: u64,
 }
 
-/// A job that begins.
-struct BegunJob {
-    job: Arc<Job>,
-    is_urgent: bool,
-}
+/// A job that begins, and whether a reader waits for it.
+type BegunJob = (Arc<Job>, bool);
 
 impl JobQueue {
     /// Steps so far in this busy time.
@@ -116,13 +113,13 @@ impl Queue for JobQueue {
 
     fn take(&mut self) -> Option<BegunJob> {
         if let Some(job) = self.take_urgent() {
-            return Some(BegunJob { job, is_urgent: true });
+            return Some((job, true));
         }
         while self.ahead_free() > 0 {
             // One that a reader waits for by now may have been run as such.
             if let Some(job) = self.ahead.pop_front().filter(|job| job.begin()) {
                 self.ahead_running += 1;
-                return Some(BegunJob { job, is_urgent: false });
+                return Some((job, false));
             }
         }
         None
@@ -132,12 +129,12 @@ impl Queue for JobQueue {
         self.urgent.len() + self.ahead_free()
     }
 
-    fn done(&mut self, (job, is_done): (BegunJob, bool)) {
-        self.ahead_running -= usize::from(!job.is_urgent);
+    fn done(&mut self, ((job, is_urgent), is_done): (BegunJob, bool)) {
+        self.ahead_running -= usize::from(!is_urgent);
         if !is_done {
             // Another process has it. A reader may have begun to wait for it meanwhile.
-            job.job.begun.store(false, Ordering::Release);
-            if job.job.ahead.load(Ordering::Acquire) { &mut self.ahead } else { &mut self.urgent }.push_back(job.job);
+            job.begun.store(false, Ordering::Release);
+            if job.ahead.load(Ordering::Acquire) { &mut self.ahead } else { &mut self.urgent }.push_back(job);
         }
     }
 }
@@ -368,7 +365,7 @@ fn late(object: &RemoteObject, blocks: &Range<u64>) -> RemoteError {
 
 /// Runs a job in a thread of the pool.
 fn run(shared: &Shared, job: BegunJob) -> (BegunJob, bool) {
-    let BegunJob { job: begun, is_urgent } = &job;
+    let (begun, is_urgent) = &job;
     // A panic must leave neither the job nor its readers behind.
     let is_done = catch_unwind(AssertUnwindSafe(|| fetch(shared, begun, *is_urgent))).unwrap_or_else(|_| {
         let _ = begun.object.entry.claim(&begun.blocks, false);

@@ -95,11 +95,6 @@ pub struct RemoteFile {
 }
 
 impl RemoteFile {
-    /// Its name in the cache, where `origin` lists it.
-    pub(crate) fn cache_name(&self, origin: &str) -> String {
-        self.content.cache_name(self.size_bytes, origin)
-    }
-
     /// All of its bytes.
     ///
     /// # Panics

@@ -126,7 +126,7 @@ impl Cache {
             let message = format!("its service says {} bytes, more than any object has", file.size_bytes);
             return Err(io::Error::new(io::ErrorKind::InvalidData, message));
         }
-        let name = file.cache_name(origin);
+        let name = file.content.cache_name(file.size_bytes, origin);
         let of_name = |open: &[Weak<Entry>]| open.iter().filter_map(Weak::upgrade).find(|entry| entry.name == name);
         if let Some(entry) = of_name(&self.open.lock()) {
             return Ok(entry);

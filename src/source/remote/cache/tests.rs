@@ -180,7 +180,15 @@ fn the_bound_removes_unused_entries_first_and_then_old_segments() {
     let cache = open(dir.path(), Some(cap));
     let kept: Vec<_> = ["d", "e", "f", "g"].iter().map(|key| fill(&cache, key)).collect();
     assert!(cache.limit().unwrap().used_bytes <= cap, "{:?}", cache.limit());
-    assert!(!kept[0].dir().unwrap().parent().unwrap().join(file("a", blocks * BLOCK_BYTES).cache_name("")).exists());
+    assert!(
+        !kept[0]
+            .dir()
+            .unwrap()
+            .parent()
+            .unwrap()
+            .join(file("a", 0).content.cache_name(blocks * BLOCK_BYTES, ""))
+            .exists()
+    );
     assert!(kept[3].is_verified(&(0..blocks)), "the newest stays");
     let present: u64 = kept.iter().map(|entry| entry.present_bytes().unwrap()).sum();
     assert!(present >= 2 * blocks * BLOCK_BYTES && present < cap, "{present}");
@@ -295,7 +303,7 @@ fn memory_serves_where_the_disk_has_no_place_for_an_entry() {
     let cache = open(dir.path(), Some(0));
     let object = file("k", 100_000);
     // As a full disk does, this keeps the directory of the entry from being made.
-    fs::write(cache.objects().unwrap().join(object.cache_name("")), "").unwrap();
+    fs::write(cache.objects().unwrap().join(object.content.cache_name(object.size_bytes, "")), "").unwrap();
     let entry = cache.entry(&object, "", "k").unwrap();
     assert_eq!(entry.dir(), None);
     assert!(cache.space_of(&entry).reserve(2 * BLOCK_BYTES).is_some(), "the bound of the disk is not that of memory");
