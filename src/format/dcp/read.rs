@@ -16,7 +16,7 @@ use serde::Deserialize;
 use super::{
     super::{
         json::{self, JsonForm},
-        pickle::read::{self as unpickle, Id, Limits, PickleValue, Unpickled},
+        pickle::read::{self as unpickle, Id, Limits, Object, PickleValue, Unpickled},
         safetensors::Header,
         torch::state::{dtype_of, is_listed},
     },
@@ -139,7 +139,7 @@ impl DcpState {
             if !names.insert(name) {
                 return Err(twice(name));
             }
-            if reader.is_class(*description, "BytesStorageMetadata") {
+            if reader.object(*description, CLASSES, "BytesStorageMetadata").is_some() {
                 let segment = reader.segments.remove(&(name, None));
                 let segment = segment.ok_or_else(|| no_data(name, &[]))?;
                 state.objects.push(DcpObject { name: name.to_owned(), segment });
@@ -267,14 +267,15 @@ impl<'a> Reader<'a> {
         malformed(what, expected, self.pickle.value(id).kind())
     }
 
-    fn is_class(&self, id: Id, class: &str) -> bool {
-        self.pickle.call(id).is_some_and(|(name, _, _)| name.module == CLASSES && name.name == class)
+    /// An object of this class.
+    fn object(&self, id: Id, module: &str, class: &str) -> Option<&'a Object> {
+        let call = self.pickle.call(id).filter(|(name, _, _)| name.module == module && name.name == class);
+        call.map(|(_, _, object)| object)
     }
 
     /// The state of an object of this class.
     fn state(&self, id: Id, module: &str, class: &'static str, what: &str) -> Result<Id, FormatError> {
-        let call = self.pickle.call(id).filter(|(name, _, _)| name.module == module && name.name == class);
-        call.and_then(|(_, _, object)| object.state).ok_or_else(|| self.wrong(id, what, class))
+        self.object(id, module, class).and_then(|object| object.state).ok_or_else(|| self.wrong(id, what, class))
     }
 
     fn member(&self, state: Id, name: &'static str, what: &str) -> Result<Id, FormatError> {
