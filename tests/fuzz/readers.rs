@@ -52,9 +52,9 @@ fn walk(random: &mut Random, files: &BTreeMap<String, Vec<u8>>, version: &Versio
             if random.below(3) == 0 {
                 break_block(random, &mut bytes);
             }
-            walk.read(&node, &bytes, &mut |entry| {
-                assert!(last.as_ref().is_none_or(|last| last.as_slice() < entry.key), "increasing keys");
-                last = Some(entry.key.to_vec());
+            walk.read(&node, &bytes, &mut |key, _| {
+                assert!(last.as_ref().is_none_or(|last| last.as_slice() < key), "increasing keys");
+                last = Some(key.to_vec());
                 found += 1;
             })?;
         }

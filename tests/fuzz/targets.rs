@@ -342,9 +342,9 @@ fn ocdbt_node(body: &[u8]) -> bool {
         let mut node = root.clone();
         node.location.len_bytes = block.len() as u64;
         let mut last: Option<Vec<u8>> = None;
-        let read = Walk::new(version, vec![KeyRange::all()]).read(&node, &block, &mut |entry| {
-            assert!(last.as_ref().is_none_or(|last| last.as_slice() < entry.key), "increasing keys");
-            last = Some(entry.key.to_vec());
+        let read = Walk::new(version, vec![KeyRange::all()]).read(&node, &block, &mut |key, _| {
+            assert!(last.as_ref().is_none_or(|last| last.as_slice() < key), "increasing keys");
+            last = Some(key.to_vec());
         });
         accepted |= read.is_ok();
     }

@@ -29,7 +29,7 @@ pub use envelope::DECODED_BYTES_MAX;
 pub use files::BlobLocation;
 pub use manifest::{MANIFEST, Manifest, Version, numbered_generation, numbered_name};
 pub use node::{NodeRef, NodeValue};
-pub use walk::{KeyEntry, KeyRange, Walk};
+pub use walk::{KeyRange, Walk};
 
 #[cfg(test)]
 mod tests;

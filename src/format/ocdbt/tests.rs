@@ -55,12 +55,12 @@ fn read(files: &Files, ranges: Vec<KeyRange>) -> Result<(Content, usize), String
         nodes_read += nodes.len();
         for node in nodes {
             let mut values = Vec::new();
-            let mut keep = |entry: KeyEntry<'_>| {
-                let value = match entry.value {
+            let mut keep = |key: &[u8], value: NodeValue<'_>| {
+                let value = match value {
                     NodeValue::Inline(bytes) => Ok(bytes.to_vec()),
                     NodeValue::At(location) => at(files, location),
                 };
-                values.push((String::from_utf8_lossy(entry.key).into_owned(), value));
+                values.push((String::from_utf8_lossy(key).into_owned(), value));
             };
             walk.read(&node, &at(files, &node.location)?, &mut keep).map_err(|error| error.to_string())?;
             for (key, value) in values {
@@ -108,8 +108,8 @@ fn files_of_other_processes_are_found_by_their_base() {
     let mut walk = Walk::new(&manifest(files).unwrap().latest.unwrap(), vec![KeyRange::all()]);
     let mut paths = Vec::new();
     while let [node] = walk.take_wanted().as_slice() {
-        let mut note = |entry: KeyEntry<'_>| {
-            if let NodeValue::At(location) = entry.value {
+        let mut note = |_: &[u8], value: NodeValue<'_>| {
+            if let NodeValue::At(location) = value {
                 paths.push(location.path.to_string());
             }
         };
@@ -187,7 +187,7 @@ fn every_cut_is_noticed() {
     let root = version.root.as_ref().unwrap();
     let bytes = at(files, &root.location).unwrap();
     for len in 0..bytes.len() {
-        let error = Walk::new(version, vec![KeyRange::all()]).read(root, &bytes[..len], &mut |_| {});
+        let error = Walk::new(version, vec![KeyRange::all()]).read(root, &bytes[..len], &mut |_, _| {});
         assert!(error.unwrap_err().to_string().contains("bytes by its header"), "node cut to {len}");
     }
 }
@@ -203,7 +203,7 @@ fn read_node(body: &[u8], height: u8) -> Result<Vec<String>, FormatError> {
     let version = Version { generation: 1, root: Some(root.clone()) };
     let mut keys = Vec::new();
     let mut walk = Walk::new(&version, vec![KeyRange::all()]);
-    walk.read(&root, &bytes, &mut |entry| keys.push(String::from_utf8_lossy(entry.key).into_owned()))?;
+    walk.read(&root, &bytes, &mut |key, _| keys.push(String::from_utf8_lossy(key).into_owned()))?;
     Ok(keys)
 }
 

@@ -12,7 +12,7 @@
 //!         return Ok(());
 //!     }
 //!     for (node, bytes) in nodes.iter().zip(fetch(&nodes)) {
-//!         walk.read(node, &bytes, &mut |entry| println!("{:?}", entry.key))?;
+//!         walk.read(node, &bytes, &mut |key, _| println!("{key:?}"))?;
 //!     }
 //! }
 //! # }
@@ -62,15 +62,6 @@ impl KeyRange {
     }
 }
 
-/// A key that was found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KeyEntry<'a> {
-    /// The key.
-    pub key: &'a [u8],
-    /// Its value, or where that is.
-    pub value: NodeValue<'a>,
-}
-
 /// A walk over the nodes of one version.
 #[derive(Clone, Debug)]
 pub struct Walk {
@@ -103,7 +94,7 @@ impl Walk {
     }
 
     /// Reads a node that [`Walk::take_wanted`] gave, of which `bytes` are the whole. Calls `found` for each wanted key in it, in
-    /// order.
+    /// order, with its value or where that is.
     ///
     /// # Errors
     /// [`FormatError`]: the node is damaged or not the one that was referred to, or there is more of the tree than is read.
@@ -111,13 +102,13 @@ impl Walk {
         &mut self,
         reference: &NodeRef,
         bytes: &[u8],
-        found: &mut dyn FnMut(KeyEntry<'_>),
+        found: &mut dyn FnMut(&[u8], NodeValue<'_>),
     ) -> Result<(), FormatError> {
         let node = Node::parse(bytes, reference)?;
         for (key, value) in node.values() {
             if self.holds(key) {
                 self.keys += 1;
-                found(KeyEntry { key, value });
+                found(key, value);
             }
         }
         let children = node.children(|start, end| self.is_wanted(start, end));

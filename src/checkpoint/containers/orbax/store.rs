@@ -159,9 +159,9 @@ fn walk(tree: &dyn FileTree, item: &str, ranges: Vec<KeyRange>, found: &mut Foun
             for (node, bytes) in nodes.iter().zip(blocks) {
                 let file: Arc<str> = path(node).into();
                 let mut result = Ok(());
-                let walked = walk.read(node, &bytes, &mut |entry| {
+                let walked = walk.read(node, &bytes, &mut |key, value| {
                     if result.is_ok() {
-                        result = found(entry.key, &file, entry.value);
+                        result = found(key, &file, value);
                     }
                 });
                 walked.map_err(|error| Problem::of_file(tree.shown(&file).display(), error))?;

@@ -74,12 +74,12 @@ fn arrays_of_orbax_are_read_bit_for_bit() {
                     break;
                 }
                 for node in nodes {
-                    let mut keep = |entry: ocdbt::KeyEntry<'_>| {
-                        let value = match entry.value {
+                    let mut keep = |key: &[u8], value: ocdbt::NodeValue<'_>| {
+                        let value = match value {
                             ocdbt::NodeValue::Inline(bytes) => bytes.to_vec(),
                             ocdbt::NodeValue::At(location) => at(location),
                         };
-                        entries.insert(String::from_utf8(entry.key.to_vec()).unwrap(), value);
+                        entries.insert(String::from_utf8(key.to_vec()).unwrap(), value);
                     };
                     walk.read(&node, &at(&node.location), &mut keep).unwrap();
                 }
