@@ -112,56 +112,46 @@ pub struct OpenedFile {
 }
 
 /// Why a call failed; [`FsError::errno`] is the caller's error number.
+#[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FsError {
     /// No node has that name or number.
     #[error("no such file or directory")]
-    NotFound,
+    NotFound = libc::ENOENT,
     /// A directory was needed.
     #[error("not a directory")]
-    NotDirectory,
+    NotDirectory = libc::ENOTDIR,
     /// A file was needed.
     #[error("is a directory")]
-    IsDirectory,
+    IsDirectory = libc::EISDIR,
     /// The file system is read-only.
     #[error("read-only file system")]
-    ReadOnly,
+    ReadOnly = libc::EROFS,
     /// The node has no such extended attribute.
     #[error("no such attribute")]
-    NoAttribute,
+    NoAttribute = libc::ENODATA,
     /// The file system keeps no attributes of that kind. `ls -l` asks every file for a security label and an access list, at
     /// two requests each, until it receives this error once.
     #[error("operation not supported")]
-    Unsupported,
+    Unsupported = libc::EOPNOTSUPP,
     /// The call makes no sense for this node.
     #[error("invalid argument")]
-    Invalid,
+    Invalid = libc::EINVAL,
     /// A path follows more symbolic links than the kernel does.
     #[error("too many symbolic links")]
-    Loop,
+    Loop = libc::ELOOP,
     /// A file name exceeds the file system's limit.
     #[error("file name too long")]
-    NameTooLong,
+    NameTooLong = libc::ENAMETOOLONG,
     /// Bytes could not be read, or their source changed. Already logged.
     #[error("input/output error")]
-    Io,
+    Io = libc::EIO,
 }
 
 impl FsError {
     /// The errno for the caller.
     pub const fn errno(self) -> i32 {
-        match self {
-            Self::NotFound => libc::ENOENT,
-            Self::NotDirectory => libc::ENOTDIR,
-            Self::IsDirectory => libc::EISDIR,
-            Self::ReadOnly => libc::EROFS,
-            Self::NoAttribute => libc::ENODATA,
-            Self::Unsupported => libc::EOPNOTSUPP,
-            Self::Invalid => libc::EINVAL,
-            Self::Loop => libc::ELOOP,
-            Self::NameTooLong => libc::ENAMETOOLONG,
-            Self::Io => libc::EIO,
-        }
+        self as i32
     }
 }
 
