@@ -41,7 +41,7 @@ fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
 #[expect(clippy::unnecessary_wraps, reason = "other formats have problems")]
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     if let Some(found) = lacking(&input.plan, || Arc::clone(input.kinds())) {
-        return Ok(found.into());
+        return Ok((Directory::default(), Some(found)));
     }
     let input = Arc::clone(input);
     let files =
@@ -66,7 +66,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         directory.file("metadata.json", text_file(MEGATRON_METADATA.as_bytes().into(), DerivedFrom::Tensors));
         directory.file("common.pt", text_file(common_pt(), DerivedFrom::Tensors));
     });
-    Ok(directory.into())
+    Ok((directory, None))
 }
 
 /// The state that all files share: where each segment is.

@@ -40,12 +40,12 @@ pub fn layout(input: &Arc<FormatInput>) -> Result<(Directory, Vec<OmittedFormat>
     let mut is_refused = false;
     for result in shown {
         match result {
-            Ok(mut shown) => {
-                if let Some(found) = shown.unavailable {
-                    explain(&mut shown.directory, &found);
+            Ok((mut directory, unavailable)) => {
+                if let Some(found) = unavailable {
+                    explain(&mut directory, &found);
                     lacking.push(found);
                 }
-                if let Err(name) = all.merge(shown.directory, &|shown| shown) {
+                if let Err(name) = all.merge(directory, &|shown| shown) {
                     problems.push(Problem::File { file: name, reason: "two formats have this name".to_owned() });
                 }
             }

@@ -15,7 +15,7 @@ use super::{
 pub(super) const GGUF: OutputFormat = OutputFormat { name: "gguf", unavailable: |_| None, layout };
 
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
-    let Some(planned) = &input.plan.gguf else { return Ok(FormatFiles::default()) };
+    let Some(planned) = &input.plan.gguf else { return Ok(Default::default()) };
     let is_whole = planned.tensors.len() == input.plan.tensors.len()
         && planned.tensors.iter().all(|(name, _)| input.plan.find(name).is_some());
     let file = format!("{}/model.gguf", GGUF.name);
@@ -26,7 +26,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     let image = lay_out(planned).map_err(|error| problem(error.to_string()))?;
     // The header has texts of files beside the weights.
     let model = LazyFile::new(move || FileContent::Image(image.clone()), DerivedFrom::Everything);
-    Ok(Directory::with(GGUF.name, |directory| _ = directory.file("model.gguf", model)).into())
+    Ok((Directory::with(GGUF.name, |directory| _ = directory.file("model.gguf", model)), None))
 }
 
 /// The header, then all tensors.

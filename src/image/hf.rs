@@ -42,7 +42,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     if !problems.is_empty() {
         return Err(problems);
     }
-    Ok(FormatFiles { directory, unavailable: unavailable(&input.plan) })
+    Ok((directory, unavailable(&input.plan)))
 }
 
 /// The directory at a path of the repository, added if it is missing.

@@ -37,7 +37,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     let directory = Directory::with(OWN, |own| {
         own.file("manifest.json", LazyFile::new(manifest, DerivedFrom::Tensors));
     });
-    Ok(directory.into())
+    Ok((directory, None))
 }
 
 /// The manifest of a plan.

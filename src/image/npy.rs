@@ -44,5 +44,5 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
             directory.subtree(&format!("dev{device}"), files);
         }
     });
-    Ok(shown.into())
+    Ok((shown, None))
 }

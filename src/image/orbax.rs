@@ -52,7 +52,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     let beside: Vec<String> = input.objects(Container::Orbax).map(|(path, _)| path.clone()).collect();
     let table = match ArrayTable::new(&input.plan, &beside) {
         Ok(table) => Arc::new(table),
-        Err(reason) => return Ok(lacking(reason).into()),
+        Err(reason) => return Ok((Directory::default(), Some(lacking(reason)))),
     };
     let metadata = |place| Arc::from(checkpoint_metadata(input, place).into_bytes());
     let arrays = Arrays { input: Arc::clone(input), table, item: metadata(MetadataPlace::Item), tree: OnceLock::new() };
@@ -63,7 +63,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
             directory.subtree(ITEM, arrays);
         }
     });
-    Ok(directory.into())
+    Ok((directory, None))
 }
 
 /// A `_CHECKPOINT_METADATA`; its time is that of the newest source file.

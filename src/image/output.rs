@@ -33,26 +33,8 @@ pub struct OutputFormat {
     pub layout: fn(&Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>>,
 }
 
-/// A format's files for a view.
-#[derive(Default)]
-pub struct FormatFiles {
-    /// Its directories and files.
-    pub directory: Directory,
-    /// The omitted parts, with reasons.
-    pub unavailable: Option<OmittedFormat>,
-}
-
-impl From<Directory> for FormatFiles {
-    fn from(directory: Directory) -> Self {
-        Self { directory, unavailable: None }
-    }
-}
-
-impl From<OmittedFormat> for FormatFiles {
-    fn from(omitted: OmittedFormat) -> Self {
-        Self { directory: Directory::default(), unavailable: Some(omitted) }
-    }
-}
+/// A format's directories and files for a view, and the omitted part with its reason.
+pub type FormatFiles = (Directory, Option<OmittedFormat>);
 
 /// The part of a view that a format omits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -24,7 +24,7 @@ fn unavailable(plan: &Plan) -> Option<OmittedFormat> {
 #[expect(clippy::unnecessary_wraps, reason = "other formats have problems")]
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     if let Some(found) = unavailable(&input.plan) {
-        return Ok(found.into());
+        return Ok((Directory::default(), Some(found)));
     }
     let directory = Directory::with(PT.name, |directory| {
         for device in &input.plan.devices {
@@ -40,7 +40,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
             directory.file(&format!("dev{device}.pt"), file);
         }
     });
-    Ok(directory.into())
+    Ok((directory, None))
 }
 
 /// Why lengths cannot fail.

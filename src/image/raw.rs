@@ -47,5 +47,5 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
             mesh.add(&plan.mesh.path(*device).join(","), Shown::Link(target));
         }
     }
-    Ok(directory.into())
+    Ok((directory, None))
 }

@@ -56,7 +56,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
             directory.file("model.safetensors.index.json", LazyFile::new(index, DerivedFrom::Tensors));
         }
     });
-    Ok(FormatFiles { directory, unavailable: unavailable(&input.plan) })
+    Ok((directory, unavailable(&input.plan)))
 }
 
 /// A file of a device's shards.

@@ -22,7 +22,7 @@ pub(super) const SHARDED_STATE: OutputFormat = OutputFormat { name: "sharded_sta
 fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     let plan = &input.plan;
     if !plan.sharded_state {
-        return Ok(FormatFiles::default());
+        return Ok(Default::default());
     }
     let is_wrong = |file: &HfFile| plan.decoded_config.is_some() && file.tells_quantization();
     let is_beside = |file: &HfFile| !file.path.contains('/') && !is_weights(file) && !is_wrong(file);
@@ -51,7 +51,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
             directory.add(&file.path, entry);
         }
     });
-    Ok(directory.into())
+    Ok((directory, None))
 }
 
 fn is_weights(file: &HfFile) -> bool {

@@ -32,7 +32,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     };
     // Of other tensors than the stored ones the optimizer's state says nothing.
     if files.is_empty() || !input.is_whole() || !views.iter().all(is_stored) || checkpoint.averaged().is_some() {
-        return Ok(directory.into());
+        return Ok((directory, None));
     }
     for (path, file) in files {
         let entry = if let UniversalFile::Original(file) = file {
@@ -53,7 +53,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
         }
     }
     directory.file(LATEST, text_file(UNIVERSAL.name.as_bytes().into(), DerivedFrom::Tensors));
-    Ok(directory.into())
+    Ok((directory, None))
 }
 
 /// A file that `torch.save` would write.
