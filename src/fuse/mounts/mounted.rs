@@ -6,14 +6,12 @@
 //! unmounted only if the path still leads to that id.
 
 use std::{
-    ffi::CString,
     fmt::Display,
     fs::{self, File},
     io::{self, IoSlice, IoSliceMut, Read},
-    mem::MaybeUninit,
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
-        unix::{ffi::OsStrExt, fs::MetadataExt as _, net::UnixStream},
+        unix::{fs::MetadataExt as _, net::UnixStream},
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -26,6 +24,7 @@ use nix::{
     sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg},
     unistd::{getegid, geteuid},
 };
+use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use tracing::{info, warn};
 
 use super::{
@@ -432,19 +431,10 @@ impl Mounted {
 ///
 /// The file system is not asked: attributes that the kernel has are good enough, as none are used.
 fn unique_mount_id(path: &Path) -> Option<u64> {
-    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
-    let flags = libc::AT_NO_AUTOMOUNT | libc::AT_SYMLINK_NOFOLLOW | libc::AT_STATX_DONT_SYNC;
-    let mut answer = MaybeUninit::<libc::statx>::zeroed();
-    // SAFETY: `path` is a C string and `answer` has room for the structure that the call fills; both outlive the call,
-    // which keeps neither.
-    let result =
-        unsafe { libc::statx(libc::AT_FDCWD, path.as_ptr(), flags, libc::STATX_MNT_ID_UNIQUE, answer.as_mut_ptr()) };
-    if result != 0 {
-        return None;
-    }
-    // SAFETY: the structure consists of integers, for which all zeros are valid, and was zeroed before the call.
-    let answer = unsafe { answer.assume_init() };
-    (answer.stx_mask & libc::STATX_MNT_ID_UNIQUE != 0).then_some(answer.stx_mnt_id)
+    let asked = StatxFlags::from_bits_retain(libc::STATX_MNT_ID_UNIQUE);
+    let flags = AtFlags::NO_AUTOMOUNT | AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_DONT_SYNC;
+    let answer = statx(CWD, path, flags, asked).ok()?;
+    (answer.stx_mask & asked.bits() != 0).then_some(answer.stx_mnt_id)
 }
 
 /// Raises the kernel's read-ahead for a mount, which only root may.
