@@ -53,7 +53,7 @@ pub(super) async fn answer(
                 let work = move |run: &ServedRun| {
                     run.unchanged(|| listing::of_directory(&tree, visitor, &node, &headers, true))
                 };
-                run.aside(work).await.unwrap_or_else(|_| Err(NoNode::failed())).map_err(none)
+                run.in_thread(&run.looking, work).await.unwrap_or_else(|_| Err(NoNode::failed())).map_err(none)
             }
             _ => listing::of_directory(&tree, visitor, &node, headers, false).map_err(none),
         },

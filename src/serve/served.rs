@@ -93,7 +93,7 @@ impl ServedSource {
         if first == OWN && visitor == Visitor::Trusted {
             let [name] = rest else { return in_root() };
             let name = name.clone();
-            let text = run.aside(move |run| run.run.own_file(&name)).await?;
+            let text = run.in_thread(&run.looking, move |run| run.run.own_file(&name)).await?;
             return text.map(ServedPlace::Text).ok_or(NoNode::Absent);
         }
         // Links of the root are followed here: what one leads to may change until the next lookup.
@@ -118,10 +118,12 @@ impl ServedSource {
     pub(super) async fn problems(&self) -> Vec<OpenProblem> {
         match self {
             Self::Checkpoint(served) => served.volume.open_problems().into_iter().map(OpenProblem::from).collect(),
-            Self::Run(run) => run.aside(|run| run.run.open_problems()).await.unwrap_or_else(|error| {
-                let (kind, file) = ("error in ckfs".to_owned(), String::new());
-                vec![OpenProblem { kind, file, cause: error.to_string() }]
-            }),
+            Self::Run(run) => {
+                run.in_thread(&run.looking, |run| run.run.open_problems()).await.unwrap_or_else(|error| {
+                    let (kind, file) = ("error in ckfs".to_owned(), String::new());
+                    vec![OpenProblem { kind, file, cause: error.to_string() }]
+                })
+            }
         }
     }
 
@@ -129,7 +131,7 @@ impl ServedSource {
     pub(super) async fn metrics_text(&self) -> Result<String, NoStep> {
         match self {
             Self::Checkpoint(served) => Ok(served.volume.metrics_text()),
-            Self::Run(run) => run.aside(|run| run.run.metrics_text()).await,
+            Self::Run(run) => run.in_thread(&run.looking, |run| run.run.metrics_text()).await,
         }
     }
 

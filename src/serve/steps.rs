@@ -78,8 +78,10 @@ pub(super) struct ServedRun {
     pub(super) reads: Arc<ServedReads>,
     views: Vec<RunView>,
     known: Mutex<LruCache<u64, Arc<KnownStep>>>,
-    waiting: Semaphore,
-    looking: Semaphore,
+    /// For what may wait for the storage of steps.
+    pub(super) waiting: Semaphore,
+    /// For what only takes a while.
+    pub(super) looking: Semaphore,
     /// Steps that are being opened, by version: all that ask for one wait for one thread.
     opening: Mutex<HashMap<u64, Opening>>,
 }
@@ -138,35 +140,17 @@ impl ServedRun {
         OpenStep { held, known: Some(known) }
     }
 
-    /// Has another thread do what may wait for the storage of steps.
+    /// Has another thread do what takes a while, or what may wait for the storage of steps: each has its bound.
     ///
     /// # Errors
     /// The work panicked.
-    pub(super) async fn elsewhere<T: Send + 'static>(
+    pub(super) async fn in_thread<T: Send + 'static>(
         self: &Arc<Self>,
+        bound: &Semaphore,
         work: impl FnOnce(&Self) -> T + Send + 'static,
     ) -> Result<T, NoStep> {
         // The semaphores are never closed.
-        let _permit = self.waiting.acquire().await;
-        self.in_thread(work).await
-    }
-
-    /// Has another thread do what takes a while, and waits for the storage of no step.
-    ///
-    /// # Errors
-    /// The work panicked.
-    pub(super) async fn aside<T: Send + 'static>(
-        self: &Arc<Self>,
-        work: impl FnOnce(&Self) -> T + Send + 'static,
-    ) -> Result<T, NoStep> {
-        let _permit = self.looking.acquire().await;
-        self.in_thread(work).await
-    }
-
-    async fn in_thread<T: Send + 'static>(
-        self: &Arc<Self>,
-        work: impl FnOnce(&Self) -> T + Send + 'static,
-    ) -> Result<T, NoStep> {
+        let _permit = bound.acquire().await;
         let run = Arc::clone(self);
         let done = tokio::task::spawn_blocking(move || work(&run)).await;
         done.map_err(|error| NoStep::Failed(format!("a request failed: {error}")))
@@ -187,7 +171,7 @@ impl ServedRun {
         // A task of its own: it goes on when all that ask have gone away.
         let opened = tokio::spawn(async move {
             let open = move |run: &Self| Ok(run.remember(run.run.hold(version)?));
-            let result = run.elsewhere(open).await.and_then(|result| result);
+            let result = run.in_thread(&run.waiting, open).await.and_then(|result| result);
             // A request that arrives from here on opens the step anew, or finds it open.
             run.opening.lock().remove(&version);
             result

@@ -178,7 +178,7 @@ async fn of_bucket(
         ServedSource::Run(run) => {
             let tree = run.root();
             let work = move |run: &ServedRun| run.unchanged(|| list(&tree, &sorted, visitor, &start, &shown));
-            run.elsewhere(work).await.unwrap_or_else(|error| Err(error.into()))
+            run.in_thread(&run.waiting, work).await.unwrap_or_else(|error| Err(error.into()))
         }
     };
     listed.map_err(|reason| {
