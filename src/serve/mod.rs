@@ -47,5 +47,5 @@ mod steps;
 mod supervisor;
 mod tree;
 
-pub use options::{AccessToken, OptionsError, ServeOptions};
-pub use server::{Door, ServeError};
+pub use options::{AccessToken, ServeError, ServeOptions};
+pub use server::Door;

@@ -20,10 +20,10 @@ const DRAIN: Duration = Duration::from_secs(20);
 /// Most bytes of a file with a token.
 const TOKEN_FILE_BYTES_MAX: u64 = 64 << 10;
 
-/// Why the settings for serving are unusable.
+/// Why a server does not serve, such as settings that are unusable.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct OptionsError(String);
+pub struct ServeError(pub(super) String);
 
 /// A secret that requests must have. Never printed.
 #[derive(Clone, PartialEq, Eq)]
@@ -79,8 +79,8 @@ impl ServeOptions {
     /// The options of a configuration. Reads the file with the token.
     ///
     /// # Errors
-    /// [`OptionsError`].
-    pub fn of(config: &Config) -> Result<Self, OptionsError> {
+    /// [`ServeError`].
+    pub fn of(config: &Config) -> Result<Self, ServeError> {
         let settings = &config.serve;
         let defaults = Self::default();
         let options = Self {
@@ -98,7 +98,7 @@ impl ServeOptions {
         let addresses = [("listen", Some(options.listen)), ("s3", options.s3)];
         let mut named = addresses.into_iter().filter_map(|(setting, address)| Some((setting, address?)));
         if let Some((setting, address)) = named.find(|(_, address)| !is_guarded(*address)) {
-            return Err(OptionsError(format!(
+            return Err(ServeError(format!(
                 "--{setting} {address}: other machines reach this address; --token-file FILE asks them for a token, --allow-anyone \
                  lets all of them read"
             )));
@@ -106,15 +106,15 @@ impl ServeOptions {
         if let Some(name) = options.name.as_ref().filter(|_| config.views.len() > 1) {
             let (name, views) = (name.as_str(), config.views.len());
             let text = format!("--name {name}: there are {views} views, which are the repositories ckfs/VIEW");
-            return Err(OptionsError(text));
+            return Err(ServeError(text));
         }
         Ok(options)
     }
 }
 
 /// The token in the first line of a file.
-fn read_token(path: &Path) -> Result<AccessToken, OptionsError> {
-    let refuse = |reason: String| OptionsError(format!("--token-file {}: {reason}", path.display()));
+fn read_token(path: &Path) -> Result<AccessToken, ServeError> {
+    let refuse = |reason: String| ServeError(format!("--token-file {}: {reason}", path.display()));
     let unreadable = |error: io::Error| refuse(error.to_string());
     let mut text = Vec::new();
     let file = fs::File::open(path).map_err(unreadable)?;

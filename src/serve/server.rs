@@ -33,12 +33,12 @@ use tokio::{net::TcpStream, sync::watch, time::timeout};
 use super::{
     answer::{self, Reply},
     connections::{ConnectionPlace, Connections},
-    options::ServeOptions,
+    options::{ServeError, ServeOptions},
     reads::ServedReads,
     router::Router,
     served::ServedSource,
     socket::PatientSocket,
-    supervisor::{self, Phase},
+    supervisor,
 };
 
 /// Most connections, as far as the limit of open files allows.
@@ -70,11 +70,6 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 /// Threads that talk to clients, at most. They never wait for storage.
 const SPEAKERS_MAX: usize = 4;
-
-/// Why a server does not serve.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct ServeError(String);
 
 impl ServeError {
     /// The address is taken, or is none of this machine.
@@ -158,14 +153,15 @@ impl Door {
             .build()
             .map_err(system("start threads"))?;
         let connections = Arc::new(Connections::new(connections_max()));
-        let (phase, phases) = watch::channel(Phase::Serving);
+        // Dropped when the server ends.
+        let (serving, ending) = watch::channel(());
         let listening = [(self.http, None)].into_iter().chain(self.s3.map(|s3| (s3, Some(Arc::default()))));
         for (Listening { listener, address }, sorted) in listening {
             let router = Router { options: self.options.clone(), served: served.clone(), sorted };
             let _inside = runtime.enter();
             let listener = tokio::net::TcpListener::from_std(listener);
             let listener = listener.map_err(|error| ServeError::of_address(address, &error))?;
-            runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), phases.clone()));
+            runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), ending.clone()));
         }
         if let Some(heartbeat) = reads.heartbeat() {
             runtime.spawn(beat(heartbeat));
@@ -174,8 +170,8 @@ impl Door {
         systemd::notify(&[NotifyState::Ready, NotifyState::Status(&status)]);
         service.note_reached(StepPlace::Address(format!("http://{}/files", reached(address))));
         on_ready(&served.ids());
-        let all_sent = supervisor::run(&signals, &phase, &connections, &**served.fs(), self.options.drain, log);
-        // Threads that wait for storage end with the process.
+        let all_sent = supervisor::run(&signals, serving, &connections, &**served.fs(), self.options.drain, log);
+        // Cuts off what is left. Threads that wait for storage end with the process.
         runtime.shutdown_background();
         all_sent.map_err(system("wait for signals"))
     }
@@ -223,12 +219,10 @@ async fn accept(
     listener: tokio::net::TcpListener,
     router: Arc<Router>,
     connections: Arc<Connections>,
-    mut phases: watch::Receiver<Phase>,
+    mut ending: watch::Receiver<()>,
 ) {
-    let for_connections = phases.clone();
-    let mut ending = pin!(async move {
-        let _ = phases.wait_for(|phase| *phase != Phase::Serving).await;
-    });
+    let for_connections = ending.clone();
+    let mut ending = pin!(ending.changed());
     loop {
         let accepted = match select(pin!(listener.accept()), ending.as_mut()).await {
             Either::Left((accepted, _)) => accepted,
@@ -255,7 +249,7 @@ async fn speak(
     peer: IpAddr,
     router: Arc<Router>,
     place: ConnectionPlace,
-    mut phases: watch::Receiver<Phase>,
+    mut ending: watch::Receiver<()>,
 ) {
     let place = Arc::new(place);
     let for_requests = Arc::clone(&place);
@@ -275,23 +269,11 @@ async fn speak(
         .half_close(false);
     let connection = builder.serve_connection(PatientSocket::new(socket, WRITE_LIMIT), service);
     let mut connection = pin!(connection);
-    let draining = {
-        let draining = pin!(async {
-            let _ = phases.wait_for(|phase| *phase != Phase::Serving).await;
-        });
-        let closed = pin!(place.closed());
-        match select(connection.as_mut(), select(draining, closed)).await {
-            Either::Right((Either::Left(_), _)) => true,
-            // It has ended, or another one needs its place.
-            Either::Left(_) | Either::Right((Either::Right(_), _)) => false,
-        }
-    };
-    if draining {
+    let (draining, closed) = (pin!(ending.changed()), pin!(place.closed()));
+    // Otherwise it has ended, or another one needs its place.
+    if let Either::Right((Either::Left(_), _)) = select(connection.as_mut(), select(draining, closed)).await {
         connection.as_mut().graceful_shutdown();
-        let ended = pin!(async {
-            let _ = phases.wait_for(|phase| *phase == Phase::Ended).await;
-        });
-        let _ = select(connection, ended).await;
+        let _ = connection.await;
     }
 }
 

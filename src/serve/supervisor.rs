@@ -36,28 +36,17 @@ const LOG_TARGET: &str = "ckfs::serve";
 /// Time between looks whether all answers have ended.
 const LOOK_PERIOD: Duration = Duration::from_millis(20);
 
-/// The phase of a server's life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
-    /// Requests are answered.
-    Serving,
-    /// Answers that have begun go on.
-    Draining,
-    /// All is cut off.
-    Ended,
-}
-
 /// The signals that end a server or act on its log, which must be blocked in every thread.
 pub(super) fn signals() -> io::Result<SignalFd> {
     signal::block()?;
     Ok(SignalFd::with_flags(&signal::handled(), SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?)
 }
 
-/// Waits for a signal, and ends the server. Whether every answer that had begun was sent: a second signal cuts them off, and so does the
-/// end of the drain period.
+/// Waits for a signal, and ends the server: drops `serving`, and waits for answers that have begun. Whether every one was sent: a second
+/// signal cuts them off, and so does the end of the drain period.
 pub(super) fn run(
     signals: &SignalFd,
-    phase: &watch::Sender<Phase>,
+    serving: watch::Sender<()>,
     connections: &Connections,
     fs: &dyn Upkeep,
     drain: Duration,
@@ -70,13 +59,12 @@ pub(super) fn run(
     };
     info!("{signal}: ending; {} connections are open", connections.len());
     systemd::notify(&[NotifyState::Stopping]);
-    phase.send_replace(Phase::Draining);
+    drop(serving);
     let until = deadline(drain);
     while connections.len() > 0 {
         let is_over = Instant::now() >= until;
         if is_over || ending(signals, Some(LOOK_PERIOD), fs, log)?.is_some() {
             info!("{} connections are cut off", connections.len());
-            phase.send_replace(Phase::Ended);
             return Ok(false);
         }
     }
