@@ -54,7 +54,7 @@ const EXTRA_MAX: usize = 64;
 struct ResultSender<T>(oneshot::Sender<io::Result<T>>);
 
 impl<T: Send + 'static> Refuse for ResultSender<T> {
-    fn refuse(self, errno: i32) {
+    fn refuse(self: Box<Self>, errno: i32) {
         // A client that has gone away needs no answer.
         let _ = self.0.send(Err(io::Error::from_raw_os_error(errno)));
     }
@@ -164,8 +164,7 @@ impl Handlers for ReadThreads {
 pub(super) struct ServedReads {
     pub(super) fs: Arc<dyn Upkeep>,
     threads: Arc<ReadThreads>,
-    opens: Arc<Requests<ResultSender<OpenedServed>>>,
-    reads: Arc<Requests<ResultSender<Bytes>>>,
+    requests: Arc<Requests>,
     watchdog: Arc<Watchdog>,
     /// Ids of small files, by their versions.
     blob_ids: Mutex<LruCache<String, String>>,
@@ -178,12 +177,9 @@ impl ServedReads {
     /// The system starts no thread.
     pub(super) fn new(fs: Arc<dyn Upkeep>, threads: usize) -> io::Result<Self> {
         let threads = Arc::new(ReadThreads::new(threads.max(1)));
-        let (opens, reads) = (Arc::default(), Arc::default());
-        let mut watchdog = Watchdog::new(&fs, Arc::<ReadThreads>::clone(&threads));
-        watchdog.watch(RequestKind::Open, &opens);
-        watchdog.watch(RequestKind::Read, &reads);
-        let watchdog = watchdog.start()?;
-        Ok(Self { fs, threads, opens, reads, watchdog, blob_ids: Mutex::new(LruCache::new(BLOB_IDS)) })
+        let requests = Arc::default();
+        let watchdog = Watchdog::start(&fs, &requests, Arc::<ReadThreads>::clone(&threads))?;
+        Ok(Self { fs, threads, requests, watchdog, blob_ids: Mutex::new(LruCache::new(BLOB_IDS)) })
     }
 
     /// The signs of life that systemd expects, if it does.
@@ -194,13 +190,13 @@ impl ServedReads {
     /// Opens a file. Fails if a source of it has changed.
     pub(super) fn open(&self, ino: Ino) -> AwaitedRead<OpenedServed> {
         let fs = Arc::clone(&self.fs);
-        self.run(RequestKind::Open, ino, &self.opens, move || OpenedServed::open(&fs, ino))
+        self.run(RequestKind::Open, ino, move || OpenedServed::open(&fs, ino))
     }
 
     /// Reads `len` bytes at `offset`, which the file has.
     pub(super) fn read(&self, file: &Arc<OpenedServed>, offset: u64, len: usize) -> AwaitedRead<Bytes> {
         let (file, buffers) = (Arc::clone(file), self.threads.buffers.clone());
-        self.run(RequestKind::Read, file.ino, &self.reads, move || {
+        self.run(RequestKind::Read, file.ino, move || {
             let mut buffer = buffers.take(len);
             file.fs.read_into(file.ino, file.handle, offset, &mut buffer)?;
             Ok(Bytes::from_owner(ChunkBuffer(buffer)))
@@ -218,7 +214,7 @@ impl ServedReads {
     /// The same, by another thread.
     pub(super) fn made(&self, ino: Ino) -> AwaitedRead<Bytes> {
         let fs = Arc::clone(&self.fs);
-        self.run(RequestKind::Read, ino, &self.reads, move || Ok(OpenedServed::open(&fs, ino)?.made()?.into()))
+        self.run(RequestKind::Read, ino, move || Ok(OpenedServed::open(&fs, ino)?.made()?.into()))
     }
 
     /// The id that git gives the bytes of a small file, whose version is `version`; that itself if they cannot be read.
@@ -227,7 +223,7 @@ impl ServedReads {
             return id.clone();
         }
         let fs = Arc::clone(&self.fs);
-        let hashed = self.run(RequestKind::Read, ino, &self.reads, move || {
+        let hashed = self.run(RequestKind::Read, ino, move || {
             let file = OpenedServed::open(&fs, ino)?;
             let mut digest = Digester::new(&KnownDigest::GitBlob(String::new()), size_bytes);
             let mut buffer = vec![0; CHUNK_BYTES_MAX];
@@ -237,9 +233,9 @@ impl ServedReads {
                 fs.read_into(ino, file.handle, start, part)?;
                 digest.update(part);
             }
-            Ok(digest.finish().into())
+            Ok(digest.finish())
         });
-        let Some(id) = hashed.await.ok().and_then(|hex| String::from_utf8(hex.into()).ok()) else { return version };
+        let Ok(id) = hashed.await else { return version };
         self.blob_ids.lock().put(version, id.clone());
         id
     }
@@ -254,11 +250,10 @@ impl ServedReads {
         &self,
         op: RequestKind,
         ino: Ino,
-        requests: &Arc<Requests<ResultSender<T>>>,
         work: impl FnOnce() -> Result<T, FsError> + Send + 'static,
     ) -> AwaitedRead<T> {
         let (sender, receiver) = oneshot::channel();
-        let mut pending = Pending::waiting(&self.fs, op, ino, requests, None, ResultSender(sender));
+        let mut pending = Pending::waiting(&self.fs, op, ino, &self.requests, None, ResultSender(sender));
         let handlers: Arc<dyn Handlers> = Arc::<ReadThreads>::clone(&self.threads);
         let threads = Arc::clone(&self.threads);
         self.threads.waiting.submit(move || {

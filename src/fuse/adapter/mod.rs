@@ -81,25 +81,11 @@ const INIT_FLAGS: [InitFlags; 10] = [
 pub(super) struct KernelAdapter {
     fs: Arc<dyn Upkeep>,
     serving: Arc<Serving>,
-    reads: Arc<Requests<Reply<ReplyData>>>,
-    opens: Arc<Requests<Reply<ReplyOpen>>>,
-    unplanned: Unplanned,
+    requests: Arc<Requests>,
     threads: Arc<Threads>,
     watchdog: Arc<Watchdog>,
     /// Whether the kernel supports leaving out the opens of directories.
     opens_directories_itself: bool,
-}
-
-/// Requests that wait until nodes are in memory, by their replies.
-#[derive(Default)]
-struct Unplanned {
-    lookups: Arc<Requests<Reply<ReplyEntry>>>,
-    attrs: Arc<Requests<Reply<ReplyAttr>>>,
-    links: Arc<Requests<Reply<ReplyData>>>,
-    directories: Arc<Requests<Reply<ReplyOpen>>>,
-    listings: Arc<Requests<Reply<ReplyDirectory>>>,
-    listings_plus: Arc<Requests<Reply<ReplyDirectoryPlus>>>,
-    xattrs: Arc<Requests<Reply<ReplyXattr>>>,
 }
 
 /// Threads that stand in for those that take requests, at most, not counting those whose requests were given up.
@@ -135,25 +121,14 @@ impl KernelAdapter {
     /// # Errors
     /// The system cannot start the thread that watches requests.
     pub(super) fn new(fs: Arc<dyn Upkeep>, passthrough: bool, threads: usize, modes: OpenModes) -> io::Result<Self> {
-        let (reads, opens) = (Arc::default(), Arc::default());
+        let requests = Arc::default();
         let dispatchers = Arc::new(Dispatchers::new(threads));
         let waiting = || WaitingThreads::new("ckfs-overflow", OVERFLOW_MAX);
         let threads = Arc::new(Threads { dispatchers, overflow: waiting(), planning: waiting() });
         let handlers: Arc<dyn Handlers> = Arc::<Threads>::clone(&threads);
-        let mut watchdog = Watchdog::new(&fs, handlers);
-        watchdog.watch(RequestKind::Read, &reads);
-        watchdog.watch(RequestKind::Open, &opens);
-        let unplanned = Unplanned::default();
-        watchdog.watch(RequestKind::Lookup, &unplanned.lookups);
-        watchdog.watch(RequestKind::GetAttr, &unplanned.attrs);
-        watchdog.watch(RequestKind::ReadLink, &unplanned.links);
-        watchdog.watch(RequestKind::OpenDir, &unplanned.directories);
-        watchdog.watch(RequestKind::ReadDir, &unplanned.listings);
-        watchdog.watch(RequestKind::ReadDirPlus, &unplanned.listings_plus);
-        watchdog.watch(RequestKind::GetXattr, &unplanned.xattrs);
-        let watchdog = watchdog.start()?;
+        let watchdog = Watchdog::start(&fs, &requests, handlers)?;
         let serving = Arc::new(Serving::new(&fs, passthrough, modes));
-        Ok(Self { fs, serving, reads, opens, unplanned, threads, watchdog, opens_directories_itself: false })
+        Ok(Self { fs, serving, requests, threads, watchdog, opens_directories_itself: false })
     }
 
     /// The signs of life that systemd expects, if it does.
@@ -173,12 +148,11 @@ impl KernelAdapter {
 
     /// Handles one request by the nodes that are in memory: `body` takes the reply out of its slot to send it. If it does not, the
     /// request is answered here: with its error, or with EIO after a panic or a missing answer. Where the nodes are not in memory
-    /// another thread does this once they are, and the request waits among `unplanned`.
+    /// another thread does this once they are.
     fn handle<R>(
         &self,
         op: RequestKind,
         (request, node): (&Request, INodeNo),
-        unplanned: &Arc<Requests<Reply<R>>>,
         reply: R,
         body: impl FnOnce(&dyn Nodes, &mut ReplySlot<Reply<R>>) -> Result<(), FsError> + Send + 'static,
     ) where
@@ -190,7 +164,7 @@ impl KernelAdapter {
             Pending::new(&self.fs, op, node, Reply(reply)).attempt(|reply| body(&*nodes, reply));
         } else {
             let (fs, threads) = (Arc::clone(&self.fs), Arc::clone(&self.threads));
-            let mut pending = Pending::waiting(&self.fs, op, node, unplanned, client(request), Reply(reply));
+            let mut pending = Pending::waiting(&self.fs, op, node, &self.requests, client(request), Reply(reply));
             self.threads.planning.submit(move || {
                 pending.note_elsewhere(threads);
                 pending.attempt(|reply| {
@@ -334,7 +308,7 @@ fn succeed(_: &KernelAdapter, _: INodeNo, reply: ReplyEmpty) {
 
 /// Sends a reply, unless another thread did.
 #[expect(clippy::unnecessary_wraps, reason = "it is the last step of a handler")]
-fn answer<R>(slot: &mut ReplySlot<Reply<R>>, send: impl FnOnce(R)) -> Result<(), FsError> {
+fn answer<R: 'static>(slot: &mut ReplySlot<Reply<R>>, send: impl FnOnce(R)) -> Result<(), FsError> {
     if let Some(Reply(reply)) = slot.take() {
         send(reply);
     }
@@ -388,7 +362,7 @@ impl fuser::Filesystem for KernelAdapter {
 
     fn lookup(&self, request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let name = name.as_bytes().to_owned();
-        self.handle(RequestKind::Lookup, (request, parent), &self.unplanned.lookups, reply, move |nodes, reply| {
+        self.handle(RequestKind::Lookup, (request, parent), reply, move |nodes, reply| {
             // The kernel accepts names of up to 1024 bytes.
             if name.len() > NAME_BYTES_MAX {
                 return Err(FsError::NameTooLong);
@@ -412,14 +386,14 @@ impl fuser::Filesystem for KernelAdapter {
     fn forget(&self, _request: &Request, _ino: INodeNo, _lookups: u64) {}
 
     fn getattr(&self, request: &Request, node: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
-        self.handle(RequestKind::GetAttr, (request, node), &self.unplanned.attrs, reply, move |nodes, reply| {
+        self.handle(RequestKind::GetAttr, (request, node), reply, move |nodes, reply| {
             let attr = file_attr(&nodes.attr(ino(node))?);
             answer(reply, |reply| reply.attr(&keeps(nodes, ino(node)), &attr))
         });
     }
 
     fn readlink(&self, request: &Request, node: INodeNo, reply: ReplyData) {
-        self.handle(RequestKind::ReadLink, (request, node), &self.unplanned.links, reply, move |nodes, reply| {
+        self.handle(RequestKind::ReadLink, (request, node), reply, move |nodes, reply| {
             let target = nodes.read_link(ino(node))?;
             answer(reply, |reply| reply.data(&target))
         });
@@ -431,7 +405,7 @@ impl fuser::Filesystem for KernelAdapter {
         }
         let is_direct = flags.0 & libc::O_DIRECT != 0;
         let pending =
-            Pending::waiting(&self.fs, RequestKind::Open, ino(node), &self.opens, client(request), Reply(reply));
+            Pending::waiting(&self.fs, RequestKind::Open, ino(node), &self.requests, client(request), Reply(reply));
         self.handle_waiting(node, pending, move |serving, pending| serving.open_file(node, is_direct, pending));
     }
 
@@ -447,7 +421,7 @@ impl fuser::Filesystem for KernelAdapter {
         reply: ReplyData,
     ) {
         let pending =
-            Pending::waiting(&self.fs, RequestKind::Read, ino(node), &self.reads, client(request), Reply(reply));
+            Pending::waiting(&self.fs, RequestKind::Read, ino(node), &self.requests, client(request), Reply(reply));
         self.handle_waiting(node, pending, move |serving, mut pending| {
             pending.attempt(|reply| {
                 let len = usize::try_from(size).map_err(|_| FsError::Invalid)?;
@@ -483,7 +457,7 @@ impl fuser::Filesystem for KernelAdapter {
 
     fn opendir(&self, request: &Request, node: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         let opens_itself = self.opens_directories_itself;
-        self.handle(RequestKind::OpenDir, (request, node), &self.unplanned.directories, reply, move |nodes, reply| {
+        self.handle(RequestKind::OpenDir, (request, node), reply, move |nodes, reply| {
             if opens_itself && nodes.is_fixed(Ino::ROOT) {
                 // After this answer the kernel sends no such request again, and caches listings as below. Small directories (each
                 // expert of each layer is one) are then listed in two thirds of the time.
@@ -500,7 +474,7 @@ impl fuser::Filesystem for KernelAdapter {
     }
 
     fn readdir(&self, request: &Request, node: INodeNo, _handle: FileHandle, offset: u64, reply: ReplyDirectory) {
-        self.handle(RequestKind::ReadDir, (request, node), &self.unplanned.listings, reply, move |nodes, slot| {
+        self.handle(RequestKind::ReadDir, (request, node), reply, move |nodes, slot| {
             let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
             list(nodes, ino(node), offset, |entry, kind, name, next| {
                 Ok(reply.add(INodeNo(entry.0), next, file_type(kind), OsStr::from_bytes(name)))
@@ -517,27 +491,21 @@ impl fuser::Filesystem for KernelAdapter {
         offset: u64,
         reply: ReplyDirectoryPlus,
     ) {
-        self.handle(
-            RequestKind::ReadDirPlus,
-            (request, node),
-            &self.unplanned.listings_plus,
-            reply,
-            move |nodes, slot| {
-                let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
-                let kept = keeps(nodes, ino(node));
-                list(nodes, ino(node), offset, |entry, _, name, next| {
-                    let attr = match nodes.attr(entry) {
-                        Ok(attr) => file_attr(&attr),
-                        // It went while it was listed.
-                        Err(_) if kept.is_zero() => return Ok(false),
-                        Err(error) => return Err(error),
-                    };
-                    let kept = kept.min(keeps(nodes, entry));
-                    Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &kept, &attr, GENERATION))
-                })?;
-                answer(slot, ReplyDirectoryPlus::ok)
-            },
-        );
+        self.handle(RequestKind::ReadDirPlus, (request, node), reply, move |nodes, slot| {
+            let Some(Reply(reply)) = slot.as_mut() else { return Ok(()) };
+            let kept = keeps(nodes, ino(node));
+            list(nodes, ino(node), offset, |entry, _, name, next| {
+                let attr = match nodes.attr(entry) {
+                    Ok(attr) => file_attr(&attr),
+                    // It went while it was listed.
+                    Err(_) if kept.is_zero() => return Ok(false),
+                    Err(error) => return Err(error),
+                };
+                let kept = kept.min(keeps(nodes, entry));
+                Ok(reply.add(INodeNo(entry.0), next, OsStr::from_bytes(name), &kept, &attr, GENERATION))
+            })?;
+            answer(slot, ReplyDirectoryPlus::ok)
+        });
     }
 
     fn statfs(&self, _request: &Request, node: INodeNo, reply: ReplyStatfs) {
@@ -553,13 +521,13 @@ impl fuser::Filesystem for KernelAdapter {
 
     fn getxattr(&self, request: &Request, node: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
         let name = name.as_bytes().to_owned();
-        self.handle(RequestKind::GetXattr, (request, node), &self.unplanned.xattrs, reply, move |nodes, reply| {
+        self.handle(RequestKind::GetXattr, (request, node), reply, move |nodes, reply| {
             answer_xattr(reply, size, &nodes.xattr(ino(node), &name)?)
         });
     }
 
     fn listxattr(&self, request: &Request, node: INodeNo, size: u32, reply: ReplyXattr) {
-        self.handle(RequestKind::ListXattr, (request, node), &self.unplanned.xattrs, reply, move |nodes, reply| {
+        self.handle(RequestKind::ListXattr, (request, node), reply, move |nodes, reply| {
             let mut names = nodes.xattr_names(ino(node))?;
             for name in &mut names {
                 name.push(0);

@@ -35,7 +35,7 @@ pub(super) struct Reply<R>(pub(super) R);
 macro_rules! refuse {
     ($($reply:ty),*) => {
         $(impl Refuse for Reply<$reply> {
-            fn refuse(self, errno: i32) {
+            fn refuse(self: Box<Self>, errno: i32) {
                 self.0.error(Errno::from_i32(errno));
             }
         })*

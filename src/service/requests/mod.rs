@@ -5,7 +5,7 @@ mod table;
 mod waiting_threads;
 mod watchdog;
 
-pub use pending::{Pending, Refuse, ReplySlot, panic_text, read_whole};
-pub use table::{Client, Requests};
+pub use pending::{Pending, ReplySlot, panic_text, read_whole};
+pub use table::{Client, Refuse, Requests};
 pub use waiting_threads::{Handlers, WaitingThreads};
 pub use watchdog::{Heartbeat, Watchdog};

@@ -1,6 +1,7 @@
 //! Requests until they are answered: an answer is sent once, by the handler or by the thread that ends long waits.
 
 use std::{
+    any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, atomic::Ordering},
     time::Instant,
@@ -11,20 +12,14 @@ use ckfs_volume::{FileSystem, FsError, Handle, Ino, RequestKind, Upkeep};
 use tracing::error;
 
 use super::{
-    table::{Client, Requests, Ticket},
+    table::{Client, Refuse, Requests, Ticket},
     waiting_threads::Handlers,
 };
 
 /// The message of a panic.
-pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+pub fn panic_text(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
-}
-
-/// A reply that can say that the request failed.
-pub trait Refuse: Send + 'static {
-    /// Answers with the number of an error.
-    fn refuse(self, errno: i32);
 }
 
 /// The place of a reply until it is sent.
@@ -34,15 +29,18 @@ enum Place<R> {
     /// Only the handler can send it.
     Own(Option<R>),
     /// Another thread sends it if the handler takes too long.
-    Waiting(Ticket<R>),
+    Waiting(Ticket),
 }
 
-impl<R> ReplySlot<R> {
+impl<R: 'static> ReplySlot<R> {
     /// The reply, to be sent; none if it was sent before.
     pub fn take(&mut self) -> Option<R> {
         match &mut self.0 {
             Place::Own(reply) => reply.take(),
-            Place::Waiting(ticket) => ticket.take(),
+            Place::Waiting(ticket) => {
+                let reply: Box<dyn Any> = ticket.take()?;
+                reply.downcast().ok().map(|reply| *reply)
+            }
         }
     }
 
@@ -98,12 +96,13 @@ impl<R: Refuse> Pending<R> {
         fs: &Arc<dyn Upkeep>,
         op: RequestKind,
         ino: Ino,
-        requests: &Arc<Requests<R>>,
+        requests: &Arc<Requests>,
         client: Client,
         reply: R,
     ) -> Self {
         let start = Instant::now();
-        Self::with_slot(fs, op, ino, start, ReplySlot(Place::Waiting(requests.add(ino, start, client, reply))))
+        let ticket = requests.add((op, ino), start, client, Box::new(reply));
+        Self::with_slot(fs, op, ino, start, ReplySlot(Place::Waiting(ticket)))
     }
 
     fn with_slot(fs: &Arc<dyn Upkeep>, op: RequestKind, ino: Ino, start: Instant, slot: ReplySlot<R>) -> Self {
@@ -136,7 +135,7 @@ impl<R: Refuse> Pending<R> {
     fn refuse(&mut self, errno: i32) {
         self.failed = true;
         if let Some(reply) = self.slot.take() {
-            reply.refuse(errno);
+            Box::new(reply).refuse(errno);
         }
     }
 }
@@ -146,7 +145,7 @@ impl<R: Refuse> Drop for Pending<R> {
         if let Some(reply) = self.slot.take() {
             error!(op = self.op.name(), ino = self.ino.0, "request was left unanswered");
             self.failed = true;
-            reply.refuse(libc::EIO);
+            Box::new(reply).refuse(libc::EIO);
         } else if self.slot.expired() {
             // The thread that answered it has counted it.
             if let Some(handlers) = &self.elsewhere {

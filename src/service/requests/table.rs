@@ -2,10 +2,11 @@
 //!
 //! The reply of such a request lies here until it is sent. The thread that takes it out sends it. Usually that is the thread
 //! with the bytes. If their source gives no answer, the thread that watches requests takes the reply and answers with an error;
-//! a thread that comes back late finds no reply and drops its bytes. This costs two uncontended locks a request. No
-//! memory is allocated or freed once the table had as many requests at a time.
+//! a thread that comes back late finds no reply and drops its bytes. This costs two uncontended locks a request, and a box for its
+//! reply: replies of all kinds lie in one table.
 
 use std::{
+    any::Any,
     cell::Cell,
     collections::HashMap,
     fs,
@@ -17,8 +18,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ckfs_volume::Ino;
+use ckfs_volume::{Ino, RequestKind};
 use parking_lot::Mutex;
+
+/// A reply that can say that the request failed.
+pub trait Refuse: Any + Send {
+    /// Answers with the number of an error.
+    fn refuse(self: Box<Self>, errno: i32);
+}
 
 /// A thread that waits for an answer, by the number that it has in this process's namespace; none if it has no number there.
 pub type Client = Option<NonZeroU32>;
@@ -63,7 +70,8 @@ fn own_shard() -> usize {
 
 /// A request that was not answered yet.
 #[derive(Debug)]
-pub(super) struct WaitingRequest<R> {
+pub(super) struct WaitingRequest<R = Box<dyn Refuse>> {
+    pub(super) op: RequestKind,
     pub(super) ino: Ino,
     pub(super) since: Instant,
     pub(super) client: Client,
@@ -79,15 +87,15 @@ struct Shard<R> {
     next_number: u64,
 }
 
-/// The requests of one kind that were not answered yet, with replies of type `R`.
+/// The requests that were not answered yet.
 #[derive(Debug)]
-pub struct Requests<R> {
+pub struct Requests<R = Box<dyn Refuse>> {
     shards: Box<[Mutex<Shard<R>>]>,
 }
 
 /// A request's place among them. Dropped, it takes the reply out.
 #[derive(Debug)]
-pub(super) struct Ticket<R> {
+pub(super) struct Ticket<R = Box<dyn Refuse>> {
     requests: Arc<Requests<R>>,
     shard: usize,
     number: u64,
@@ -103,12 +111,18 @@ impl<R> Default for Requests<R> {
 
 impl<R> Requests<R> {
     /// Keeps the reply of a request of `client` for `ino` that arrived at `since`.
-    pub(super) fn add(self: &Arc<Self>, ino: Ino, since: Instant, client: Client, reply: R) -> Ticket<R> {
+    pub(super) fn add(
+        self: &Arc<Self>,
+        (op, ino): (RequestKind, Ino),
+        since: Instant,
+        client: Client,
+        reply: R,
+    ) -> Ticket<R> {
         let shard_index = own_shard();
         let mut shard = self.shards[shard_index].lock();
         shard.next_number += 1;
         let number = shard.next_number;
-        shard.waiting.insert(number, WaitingRequest { ino, since, client, elsewhere: false, reply });
+        shard.waiting.insert(number, WaitingRequest { op, ino, since, client, elsewhere: false, reply });
         drop(shard);
         Ticket { requests: Arc::clone(self), shard: shard_index, number, taken: false }
     }
@@ -170,8 +184,8 @@ mod tests {
     fn a_reply_is_taken_once_by_whoever_comes_first() {
         let requests = Arc::new(Requests::default());
         let now = Instant::now();
-        let mut first = requests.add(Ino(1), now, None, "first");
-        let mut second = requests.add(Ino(2), now, None, "second");
+        let mut first = requests.add((RequestKind::Read, Ino(1)), now, None, "first");
+        let mut second = requests.add((RequestKind::Read, Ino(2)), now, None, "second");
         let late = |limit| requests.of_late(limit, |request| Some(request.ino));
         assert_eq!(late(Duration::from_hours(1)), []);
         assert_eq!(late(Duration::ZERO), [Ino(1), Ino(2)]);
@@ -180,7 +194,7 @@ mod tests {
         assert_eq!(expired.iter().map(|found| (found.reply, found.elsewhere)).collect::<Vec<_>>(), [("second", true)]);
         assert!(second.expired() && second.take().is_none() && second.expired());
         // Another request for the same file waits now.
-        let mut third = requests.add(Ino(2), now, None, "third");
+        let mut third = requests.add((RequestKind::Read, Ino(2)), now, None, "third");
         assert!(second.take().is_none());
         assert_eq!((first.take(), first.take(), first.expired()), (Some("first"), None, false));
         assert_eq!((third.take(), third.expired()), (Some("third"), false));
@@ -194,7 +208,7 @@ mod tests {
         let now = Instant::now();
         let mut tickets: Vec<_> = [(1, client(7)), (2, client(7)), (2, client(8)), (2, None)]
             .into_iter()
-            .map(|(ino, client)| requests.add(Ino(ino), now, client, ino))
+            .map(|(ino, client)| requests.add((RequestKind::Read, Ino(ino)), now, client, ino))
             .collect();
         let late = |limit| requests.of_late(limit, |request| request.client);
         assert_eq!(late(Duration::from_hours(1)), []);
@@ -210,7 +224,8 @@ mod tests {
     fn memory_is_used_again() {
         let requests = Arc::new(Requests::default());
         for round in 0..100 {
-            let mut tickets: Vec<_> = (0..3).map(|_| requests.add(Ino(round), Instant::now(), None, round)).collect();
+            let mut tickets: Vec<_> =
+                (0..3).map(|_| requests.add((RequestKind::Read, Ino(round)), Instant::now(), None, round)).collect();
             assert!(tickets.iter_mut().all(|ticket| ticket.take() == Some(round)));
         }
         assert!((3..16).contains(&requests.shards[own_shard()].lock().waiting.capacity()));

@@ -13,10 +13,9 @@ use std::{
 };
 
 use ckfs_host::systemd::{self, NotifyState};
-use ckfs_volume::{RequestKind, Upkeep};
+use ckfs_volume::Upkeep;
 
 use super::{
-    pending::Refuse,
     table::{Requests, WaitingRequest, is_killed},
     waiting_threads::Handlers,
 };
@@ -29,76 +28,24 @@ const CLIENT_AGE: Duration = Duration::from_millis(100);
 /// Least number of turns within the time that a request may wait.
 const LOOKS: u32 = 8;
 
-/// Answers the requests of some tables that wait for too long, until it is dropped.
+/// Answers requests that wait for too long, until it is dropped.
 pub struct Watchdog {
     fs: Arc<dyn Upkeep>,
-    tables: Vec<Box<dyn WatchedTable>>,
+    requests: Arc<Requests>,
     handlers: Arc<dyn Handlers>,
     /// Turns of the thread that have ended.
     turns: Arc<AtomicU64>,
 }
 
-/// Requests of one kind, whatever their replies are.
-trait WatchedTable: Send + Sync {
-    fn any(&self) -> bool;
-    fn expire(&self, watchdog: &Watchdog, limit: Duration);
-    fn abandon(&self, watchdog: &Watchdog);
-}
-
-struct Table<R> {
-    op: RequestKind,
-    requests: Arc<Requests<R>>,
-}
-
-impl<R: Refuse> WatchedTable for Table<R> {
-    fn any(&self) -> bool {
-        self.requests.any()
-    }
-
-    /// Answers the requests that have waited for `limit` and whose file's source gives no answer. Other requests go on waiting:
-    /// their bytes are being computed.
-    fn expire(&self, watchdog: &Watchdog, limit: Duration) {
-        let mut stalled = self.requests.of_late(limit, |request| Some(request.ino));
-        stalled.retain(|ino| watchdog.fs.is_stalled(*ino));
-        let is_expired =
-            |request: &WaitingRequest<R>| request.since.elapsed() >= limit && stalled.contains(&request.ino);
-        for expired in self.requests.take_out(is_expired) {
-            let ino = expired.ino;
-            watchdog.answer(self.op, expired, libc::EIO);
-            watchdog.fs.note_given_up(self.op, ino);
-        }
-    }
-
-    /// Answers the requests of clients that are being killed, whatever they wait for: until then a client cannot end.
-    fn abandon(&self, watchdog: &Watchdog) {
-        let mut killed = self.requests.of_late(CLIENT_AGE, |request| request.client);
-        killed.retain(|client| is_killed(*client));
-        let is_abandoned = |request: &WaitingRequest<R>| request.client.is_some_and(|client| killed.contains(&client));
-        for abandoned in self.requests.take_out(is_abandoned) {
-            let (ino, op) = (abandoned.ino.0, self.op.name());
-            tracing::debug!(ino, op, "the client is killed; its request is given up");
-            watchdog.answer(self.op, abandoned, libc::EINTR);
-        }
-    }
-}
-
 impl Watchdog {
-    /// A watchdog over no requests yet, those of `fs`, which `handlers` handle.
-    pub fn new(fs: &Arc<dyn Upkeep>, handlers: Arc<dyn Handlers>) -> Self {
-        Self { fs: Arc::clone(fs), tables: Vec::new(), handlers, turns: Arc::default() }
-    }
-
-    /// Watches also these requests, which are of one kind.
-    pub fn watch<R: Refuse>(&mut self, op: RequestKind, requests: &Arc<Requests<R>>) {
-        self.tables.push(Box::new(Table { op, requests: Arc::clone(requests) }));
-    }
-
-    /// Starts the thread, which ends some time after the returned value is dropped.
+    /// Starts a thread that watches these requests of `fs`, which `handlers` handle. It ends some time after the returned value is
+    /// dropped.
     ///
     /// # Errors
     /// The system starts no thread.
-    pub fn start(self) -> io::Result<Arc<Self>> {
-        let watchdog = Arc::new(self);
+    pub fn start(fs: &Arc<dyn Upkeep>, requests: &Arc<Requests>, handlers: Arc<dyn Handlers>) -> io::Result<Arc<Self>> {
+        let (fs, requests) = (Arc::clone(fs), Arc::clone(requests));
+        let watchdog = Arc::new(Self { fs, requests, handlers, turns: Arc::default() });
         let watched = Arc::downgrade(&watchdog);
         thread::Builder::new().name("ckfs-watchdog".to_owned()).spawn(move || run(&watched))?;
         Ok(watchdog)
@@ -108,20 +55,41 @@ impl Watchdog {
     fn look(&self) -> Duration {
         self.fs.note_stalls();
         let limit = self.fs.stall_limit();
-        for table in &self.tables {
-            table.expire(self, limit);
-        }
-        for table in &self.tables {
-            table.abandon(self);
-        }
+        self.expire(limit);
+        self.abandon();
         let had_requests = self.handlers.tend(&|| self.fs.is_waiting());
-        let busy = had_requests || self.tables.iter().any(|table| table.any());
+        let busy = had_requests || self.requests.any();
         let period = if busy { BUSY_PERIOD } else { IDLE_PERIOD };
         period.min(limit / LOOKS).max(Duration::from_millis(1))
     }
 
-    fn answer<R: Refuse>(&self, op: RequestKind, request: WaitingRequest<R>, errno: i32) {
-        let WaitingRequest { since, elsewhere, reply, .. } = request;
+    /// Answers the requests that have waited for `limit` and whose file's source gives no answer. Other requests go on waiting:
+    /// their bytes are being computed.
+    fn expire(&self, limit: Duration) {
+        let mut stalled = self.requests.of_late(limit, |request| Some(request.ino));
+        stalled.retain(|ino| self.fs.is_stalled(*ino));
+        let is_expired = |request: &WaitingRequest| request.since.elapsed() >= limit && stalled.contains(&request.ino);
+        for expired in self.requests.take_out(is_expired) {
+            let (op, ino) = (expired.op, expired.ino);
+            self.answer(expired, libc::EIO);
+            self.fs.note_given_up(op, ino);
+        }
+    }
+
+    /// Answers the requests of clients that are being killed, whatever they wait for: until then a client cannot end.
+    fn abandon(&self) {
+        let mut killed = self.requests.of_late(CLIENT_AGE, |request| request.client);
+        killed.retain(|client| is_killed(*client));
+        let is_abandoned = |request: &WaitingRequest| request.client.is_some_and(|client| killed.contains(&client));
+        for abandoned in self.requests.take_out(is_abandoned) {
+            let (ino, op) = (abandoned.ino.0, abandoned.op.name());
+            tracing::debug!(ino, op, "the client is killed; its request is given up");
+            self.answer(abandoned, libc::EINTR);
+        }
+    }
+
+    fn answer(&self, request: WaitingRequest, errno: i32) {
+        let WaitingRequest { op, since, elsewhere, reply, .. } = request;
         if elsewhere {
             self.handlers.mark_stuck();
         }
