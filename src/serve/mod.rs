@@ -9,7 +9,7 @@
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | `server`, `connections`, `socket` | [`Door`]: listening, the life of connections, their bounds, draining |
+//! | `server`, `connections` | [`Door`]: listening, the life of connections, their bounds, draining |
 //! | `supervisor` | signals and the end |
 //! | `options`, `gate` | [`ServeOptions`]: addresses, names, token; who asks, by which name, and may see what |
 //! | `router`, `answer`, `path` | which request is answered by what; replies; paths of requests |
@@ -42,7 +42,6 @@ mod router;
 mod s3;
 mod served;
 mod server;
-mod socket;
 mod steps;
 mod supervisor;
 mod tree;

@@ -23,12 +23,13 @@ use futures_util::{
 };
 use http::{Request, StatusCode};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
-use hyper_util::rt::TokioTimer;
+use hyper_util::rt::{TokioIo, TokioTimer};
 use nix::sys::{
     resource::{Resource, getrlimit},
     socket::{Backlog, listen},
 };
 use tokio::{net::TcpStream, sync::watch, time::timeout};
+use tokio_io_timeout::TimeoutWriter;
 
 use super::{
     answer::{self, Reply},
@@ -37,7 +38,6 @@ use super::{
     reads::ServedReads,
     router::Router,
     served::ServedSource,
-    socket::PatientSocket,
     supervisor,
 };
 
@@ -267,8 +267,9 @@ async fn speak(
         .max_buf_size(HEAD_BYTES_MAX)
         .max_headers(HEADERS_MAX)
         .half_close(false);
-    let connection = builder.serve_connection(PatientSocket::new(socket, WRITE_LIMIT), service);
-    let mut connection = pin!(connection);
+    let mut socket = TimeoutWriter::new(socket);
+    socket.set_timeout(Some(WRITE_LIMIT));
+    let mut connection = pin!(builder.serve_connection(TokioIo::new(Box::pin(socket)), service));
     let (draining, closed) = (pin!(ending.changed()), pin!(place.closed()));
     // Otherwise it has ended, or another one needs its place.
     if let Either::Right((Either::Left(_), _)) = select(connection.as_mut(), select(draining, closed)).await {
