@@ -35,10 +35,6 @@ pub enum ProblemKind {
 }
 
 impl ProblemKind {
-    /// Every kind.
-    pub const ALL: [Self; 5] =
-        [Self::SourceChanged, Self::SourceStalled, Self::FailedRead, Self::FailedOpen, Self::Panic];
-
     /// Name in reports.
     pub const fn name(self) -> &'static str {
         match self {

@@ -108,7 +108,6 @@ pub(super) struct Permissions {
     /// Permission of every file of tensors, if there is only one class.
     uniform: Option<Permission>,
     plain_directory: Permission,
-    own: [Permission; 2],
 }
 
 /// Permissions where no source file determines them.
@@ -161,14 +160,12 @@ impl Permissions {
             tensors: slots(if weights.is_some() { 0 } else { plan.tensors.len() }),
         };
         let repository = repository_gates(checkpoint, &classes);
-        let nothing = Permission { uid: 0, gid: 0, mode: 0 };
         let mut permissions = Self {
             checkpoint: Arc::clone(checkpoint),
             everything: AccessRules::all(&classes.gates).unwrap_or_else(closed),
             views: views.iter().map(of_view).collect(),
             uniform: None,
-            plain_directory: nothing,
-            own: [nothing; 2],
+            plain_directory: Permission { uid: 0, gid: 0, mode: 0 },
             mounter,
             overrides,
             classes,
@@ -179,12 +176,6 @@ impl Permissions {
         permissions.uniform =
             permissions.weights.map(|class| permissions.file(&permissions.classes.gates[class as usize]));
         permissions.plain_directory = permissions.directory(&permissions.repository);
-        permissions.own = [false, true].map(|is_directory| {
-            let (uid, gid) = (permissions.mounter.uid, permissions.mounter.gid);
-            let mode = permissions.mode(&ReadSubject::Own { is_directory }, uid, gid);
-            let said = if is_directory { permissions.overrides.dir_mode } else { permissions.overrides.file_mode };
-            Permission { uid, gid, mode: said.unwrap_or(mode) }
-        });
         permissions
     }
 
@@ -208,7 +199,11 @@ impl Permissions {
             ReadSubject::Directory(ino) => {
                 self.directories.get(ino).map_or(self.plain_directory, |gates| self.directory(gates))
             }
-            ReadSubject::Own { is_directory } => self.own[usize::from(*is_directory)],
+            ReadSubject::Own { is_directory } => {
+                let (uid, gid) = (self.mounter.uid, self.mounter.gid);
+                let said = if *is_directory { self.overrides.dir_mode } else { self.overrides.file_mode };
+                Permission { uid, gid, mode: said.unwrap_or_else(|| self.mode(subject, uid, gid)) }
+            }
             ReadSubject::Link => Permission { mode: 0o777, ..self.plain_directory },
         }
     }
