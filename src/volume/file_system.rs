@@ -350,22 +350,33 @@ pub trait FileSystem: Send + Sync + 'static {
     /// # Errors
     /// As [`FileSystem::read`]; the content of the target is then unspecified.
     fn read_into(&self, ino: Ino, handle: Handle, offset: u64, target: &mut [u8]) -> Result<(), FsError> {
-        let mut copied = false;
-        let read = self.read(ino, handle, offset, target.len(), &mut |bytes| {
-            if let Ok(found) = bytes.to_vec()
-                && found.len() == target.len()
-            {
-                target.copy_from_slice(&found);
-                copied = true;
-            }
-            Replied::new()
-        });
-        read.map(drop).map_err(|failure| failure.error)?;
-        if copied { Ok(()) } else { Err(FsError::Io) }
+        copy_into(self, ino, handle, offset, target)
     }
 
     /// Closes a file. Never waits.
     fn release(&self, ino: Ino, handle: Handle);
+}
+
+/// [`FileSystem::read_into`] by a copy of what [`FileSystem::read`] passes.
+pub(super) fn copy_into(
+    fs: &(impl FileSystem + ?Sized),
+    ino: Ino,
+    handle: Handle,
+    offset: u64,
+    target: &mut [u8],
+) -> Result<(), FsError> {
+    let mut copied = false;
+    let read = fs.read(ino, handle, offset, target.len(), &mut |bytes| {
+        if let Ok(found) = bytes.to_vec()
+            && found.len() == target.len()
+        {
+            target.copy_from_slice(&found);
+            copied = true;
+        }
+        Replied::new()
+    });
+    read.map(drop).map_err(|failure| failure.error)?;
+    if copied { Ok(()) } else { Err(FsError::Io) }
 }
 
 /// Most symbolic links on the way to a node, as the kernel's limit.

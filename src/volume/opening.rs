@@ -11,7 +11,7 @@ use ckfs_source::{FileId, ReadFailure, Replied, Served, SourceError};
 use ckfs_tensor::to_usize;
 
 use super::{
-    file_system::{Access, FileSystem, FsError, Handle, Ino, NodeScope, NodesRef, OpenedFile},
+    file_system::{Access, FileSystem, FsError, Handle, Ino, NodeScope, NodesRef, OpenedFile, copy_into},
     health::ProblemKind,
     materialize::{BYTES_MIN, FileClass, FileEntry, Materializer, When},
     tree::{FixedKind, FixedNode, Live, TreeNode},
@@ -305,25 +305,8 @@ impl FileSystem for Volume {
     }
 
     fn read_into(&self, ino: Ino, handle: Handle, offset: u64, target: &mut [u8]) -> Result<(), FsError> {
-        let mut part = |bytes: &[u8]| {
-            let start = to_usize(offset);
-            let found = bytes.get(start..start.saturating_add(target.len())).ok_or(FsError::Invalid)?;
-            target.copy_from_slice(found);
-            Ok(())
-        };
         let read = match self.opened_for_read(ino, handle, offset)? {
-            Open::Bytes(bytes) => return part(&bytes),
-            Open::Live(live) => {
-                return part(&self.live_reads.content(handle, offset, || self.live_content(live))?);
-            }
-            Open::Generated(rows) => {
-                let found = rows.read(offset, target.len());
-                if found.len() != target.len() {
-                    return Err(FsError::Invalid);
-                }
-                target.copy_from_slice(&found);
-                return Ok(());
-            }
+            Open::Bytes(_) | Open::Generated(_) | Open::Live(_) => return copy_into(self, ino, handle, offset, target),
             Open::Original(file) => self.engine.read_original_into(file, offset, target),
             Open::Image(file, _) => self.engine.read_into(&file, offset, target),
         };
