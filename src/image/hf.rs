@@ -30,33 +30,13 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
     let mut problems = Vec::new();
     let mut directory = Directory::default();
     for (number, HfFile { path, .. }) in input.plan.hf.iter().enumerate() {
-        let added = file(input, number).and_then(|file| {
-            let reason = || "another file has this name".to_owned();
-            let (parents, name) = path.rsplit_once('/').unwrap_or(("", path));
-            let parent = directory.directory(HF.name).and_then(|root| mirrored(root, parents));
-            let is_added = parent.is_some_and(|parent| parent.add(name, file));
-            if is_added { Ok(()) } else { Err(Problem::File { file: format!("hf/{path}"), reason: reason() }) }
-        });
+        let added = file(input, number).and_then(|file| directory.add_at(HF.name, path, file, true));
         problems.extend(added.err());
     }
     if !problems.is_empty() {
         return Err(problems);
     }
     Ok((directory, unavailable(&input.plan)))
-}
-
-/// The directory at a path of the repository, added if it is missing.
-fn mirrored<'a>(root: &'a mut Directory, path: &str) -> Option<&'a mut Directory> {
-    let mut above = String::new();
-    path.split('/').filter(|name| !name.is_empty()).try_fold(root, |parent, name| {
-        if !above.is_empty() {
-            above.push('/');
-        }
-        above.push_str(name);
-        let directory = parent.directory(name)?;
-        directory.mirrors = Some(above.clone());
-        Some(directory)
-    })
 }
 
 /// The planned file with this number.

@@ -335,6 +335,27 @@ impl<T> Directory<T> {
 }
 
 impl Directory {
+    /// Adds an entry at a path below the directory of a format, whose directories are added if they are missing. Where the format
+    /// `mirrors` the repository each says which one it is.
+    ///
+    /// # Errors
+    /// The path is in use.
+    pub(super) fn add_at(&mut self, format: &str, path: &str, entry: Shown, mirrors: bool) -> Result<(), Problem> {
+        let mut parent = self.directory(format);
+        for (at, _) in path.match_indices('/') {
+            let above = &path[..at];
+            parent = parent.and_then(|parent| parent.directory(above.rsplit('/').next().unwrap_or(above)));
+            if let Some(parent) = parent.as_mut().filter(|_| mirrors) {
+                parent.mirrors = Some(above.to_owned());
+            }
+        }
+        let name = path.rsplit('/').next().unwrap_or(path);
+        let is_added = parent.is_some_and(|parent| parent.add(name, entry));
+        let taken =
+            || Problem::File { file: format!("{format}/{path}"), reason: "another file has this name".to_owned() };
+        if is_added { Ok(()) } else { Err(taken()) }
+    }
+
     /// Adds a file; false if the name is in use.
     pub fn file(&mut self, name: &str, file: impl VirtualFile + 'static) -> bool {
         self.add(name, Shown::File(Arc::new(file)))

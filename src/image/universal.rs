@@ -43,14 +43,7 @@ fn layout(input: &Arc<FormatInput>) -> Result<FormatFiles, Vec<Problem>> {
             file.image().map_err(|ImageError(reason)| vec![Problem::File { file: file.path.clone(), reason }])?;
             Shown::File(Arc::new(file))
         };
-        let mut names = path.split('/');
-        let name = names.next_back().unwrap_or_default();
-        let parent = directory.directory(UNIVERSAL.name);
-        let parent = names.try_fold(parent, |parent, name| Some(parent?.directory(name))).flatten();
-        if !parent.is_some_and(|parent| parent.add(name, entry)) {
-            let reason = "another file has this name".to_owned();
-            return Err(vec![Problem::File { file: format!("{}/{path}", UNIVERSAL.name), reason }]);
-        }
+        directory.add_at(UNIVERSAL.name, path, entry, false).map_err(|problem| vec![problem])?;
     }
     directory.file(LATEST, text_file(UNIVERSAL.name.as_bytes().into(), DerivedFrom::Tensors));
     Ok((directory, None))
