@@ -32,7 +32,7 @@ use tracing_subscriber::fmt::{
 };
 
 use super::{
-    repeats::{RepeatSummary, Repeats},
+    repeats::Repeats,
     signal::with_all_blocked,
     target::{LogTarget, Lost},
 };
@@ -75,12 +75,6 @@ impl Line {
 
     fn own(level: Level, text: impl fmt::Display) -> Self {
         Self::new(level, format!("{level:>5} {OWN}: {text}"))
-    }
-
-    fn summary(level: Level, summary: &RepeatSummary) -> Self {
-        // The last line names its own level and target.
-        let seconds = summary.elapsed.as_secs().max(1);
-        Self::own(level, format_args!("repeated {} times in {seconds} s: {}", summary.count, summary.last.trim_start()))
     }
 }
 
@@ -172,7 +166,7 @@ impl Log {
     pub fn finish(&self) {
         let summaries = self.shared.state.lock().repeats.all(Instant::now());
         for summary in &summaries {
-            self.shared.push(Line::summary(Level::WARN, summary));
+            self.shared.push(Line::own(Level::WARN, summary));
         }
         self.shared.ask(|state| state.tidy = true);
         self.flush(FLUSH_LIMIT);
@@ -217,7 +211,7 @@ impl Shared {
         if line.level <= Level::WARN {
             let (is_new, forgotten) = self.state.lock().repeats.note(&line.text, Instant::now());
             if let Some(summary) = forgotten {
-                self.push(Line::summary(line.level, &summary));
+                self.push(Line::own(line.level, summary));
             }
             if !is_new {
                 // The thread knows from the first of them when their window ends.
@@ -268,7 +262,7 @@ impl Shared {
                 let now = Instant::now();
                 let summaries = state.repeats.expired(now);
                 if !summaries.is_empty() {
-                    let lines = summaries.iter().map(|summary| Line::summary(Level::WARN, summary));
+                    let lines = summaries.iter().map(|summary| Line::own(Level::WARN, summary));
                     state.queue.extend(lines);
                     break;
                 }

@@ -30,17 +30,6 @@ struct Kind {
     last: String,
 }
 
-/// What was counted of one kind.
-#[derive(Debug, PartialEq, Eq)]
-pub struct RepeatSummary {
-    /// Lines that were not written.
-    pub count: u64,
-    /// Since the first of them was written.
-    pub elapsed: Duration,
-    /// The last of them.
-    pub last: String,
-}
-
 /// The table of lines seen lately.
 #[derive(Debug, Default)]
 pub struct Repeats {
@@ -49,7 +38,7 @@ pub struct Repeats {
 
 impl Repeats {
     /// Notes a line. Whether it is to be written, and what was counted of a kind that made room for it.
-    pub fn note(&mut self, line: &str, now: Instant) -> (bool, Option<RepeatSummary>) {
+    pub fn note(&mut self, line: &str, now: Instant) -> (bool, Option<String>) {
         let (alike, named) = (hash_without(line, false), hash_without(line, true));
         if let Some(kind) = self.kinds.get_mut(&alike) {
             let is_new = !kind.written.contains(&named) && kind.written.len() < NAMES_MAX;
@@ -72,12 +61,12 @@ impl Repeats {
     }
 
     /// Forgets the kinds whose window has ended; what was counted of them.
-    pub fn expired(&mut self, now: Instant) -> Vec<RepeatSummary> {
+    pub fn expired(&mut self, now: Instant) -> Vec<String> {
         self.take(now, |kind| now.duration_since(kind.since) >= WINDOW)
     }
 
     /// Forgets all kinds; what was counted of them.
-    pub fn all(&mut self, now: Instant) -> Vec<RepeatSummary> {
+    pub fn all(&mut self, now: Instant) -> Vec<String> {
         self.take(now, |_| true)
     }
 
@@ -86,7 +75,7 @@ impl Repeats {
         self.kinds.values().map(|kind| kind.since + WINDOW).min()
     }
 
-    fn take(&mut self, now: Instant, which: impl Fn(&Kind) -> bool) -> Vec<RepeatSummary> {
+    fn take(&mut self, now: Instant, which: impl Fn(&Kind) -> bool) -> Vec<String> {
         let ended = self.kinds.extract_if(|_, kind| which(kind)).map(|(_, kind)| kind);
         let mut ended: Vec<Kind> = ended.collect();
         ended.sort_by_key(|kind| kind.since);
@@ -95,9 +84,11 @@ impl Repeats {
 }
 
 impl Kind {
-    fn summary(self, now: Instant) -> Option<RepeatSummary> {
-        let elapsed = now.duration_since(self.since);
-        (self.counted > 0).then_some(RepeatSummary { count: self.counted, elapsed, last: self.last })
+    /// How many of its lines were not written, since the first one was, and the last of them, which names its own level and target.
+    fn summary(self, now: Instant) -> Option<String> {
+        let seconds = now.duration_since(self.since).as_secs().max(1);
+        (self.counted > 0)
+            .then(|| format!("repeated {} times in {seconds} s: {}", self.counted, self.last.trim_start()))
     }
 }
 
@@ -131,9 +122,9 @@ mod tests {
         for at in 1..=132 {
             assert_eq!(repeats.note(&line(at), start), (false, None));
         }
-        assert_eq!(repeats.expired(start), []);
+        assert!(repeats.expired(start).is_empty());
         assert_eq!(repeats.next_end(), Some(start + WINDOW));
-        let summary = RepeatSummary { count: 132, elapsed: WINDOW, last: line(132) };
+        let summary = format!("repeated 132 times in 60 s: {}", line(132));
         assert_eq!(repeats.expired(start + WINDOW), [summary]);
         assert_eq!((repeats.next_end(), repeats.note(&line(7), start)), (None, (true, None)));
     }
@@ -144,7 +135,7 @@ mod tests {
         let now = Instant::now();
         let written = (0..100).filter(|n| repeats.note(&format!("layers/{n}/wq: gone, offset {n}"), now).0).count();
         assert_eq!(written, NAMES_MAX);
-        assert_eq!(repeats.all(now)[0].count, 100 - NAMES_MAX as u64);
+        assert!(repeats.all(now)[0].starts_with(&format!("repeated {} times in 1 s: layers/99/wq", 100 - NAMES_MAX)));
     }
 
     #[test]
@@ -168,9 +159,6 @@ mod tests {
         let later = now + Duration::from_secs(1);
         let words = (0..KINDS_MAX).map(|n| "x".repeat(n + 1));
         let summaries: Vec<_> = words.filter_map(|word| repeats.note(&word, later).1).collect();
-        assert_eq!(
-            summaries,
-            [RepeatSummary { count: 1, elapsed: Duration::from_secs(1), last: "first 2".to_owned() }]
-        );
+        assert_eq!(summaries, ["repeated 1 times in 1 s: first 2"]);
     }
 }
