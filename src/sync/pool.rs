@@ -67,12 +67,6 @@ pub struct PoolOptions {
     pub idle: Duration,
 }
 
-/// A thread without a job.
-#[derive(Debug, Default)]
-struct IdleThread {
-    wake: Condvar,
-}
-
 /// Threads of a pool now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolThreads {
@@ -86,7 +80,8 @@ struct State<Q> {
     queue: Q,
     threads_max: usize,
     threads: usize,
-    idle: Vec<Arc<IdleThread>>,
+    /// What wakes each thread without a job.
+    idle: Vec<Arc<Condvar>>,
     /// Threads that were woken or started and have not looked at the queue since.
     coming: usize,
     /// Why the last attempt to start a thread failed.
@@ -167,7 +162,7 @@ impl<Q: Queue> Drop for Pool<Q> {
         state.ended = true;
         for idle in std::mem::take(&mut state.idle) {
             state.coming += 1;
-            idle.wake.notify_one();
+            idle.notify_one();
         }
     }
 }
@@ -183,7 +178,7 @@ impl<Q: Queue> Shared<Q> {
     fn call_threads(self: &Arc<Self>, state: &mut State<Q>) {
         while state.queue.ready() > state.coming {
             if let Some(idle) = state.idle.pop() {
-                idle.wake.notify_one();
+                idle.notify_one();
             } else if state.threads >= state.threads_max {
                 return;
             } else {
@@ -202,7 +197,7 @@ impl<Q: Queue> Shared<Q> {
     }
 
     fn work(self: &Arc<Self>) {
-        let me = Arc::new(IdleThread::default());
+        let me = Arc::new(Condvar::new());
         let mut state = lock(&self.state);
         state.coming -= 1;
         while state.threads <= state.threads_max {
@@ -226,7 +221,7 @@ impl<Q: Queue> Shared<Q> {
             let is_idle = |state: &State<Q>| state.idle.iter().any(|idle| Arc::ptr_eq(idle, &me));
             let mut is_over = false;
             while is_idle(&state) && !is_over {
-                (state, is_over) = wait(&me.wake, &self.state, state, self.idle);
+                (state, is_over) = wait(&me, &self.state, state, self.idle);
             }
             if is_idle(&state) {
                 state.idle.retain(|idle| !Arc::ptr_eq(idle, &me));
