@@ -31,7 +31,7 @@ use std::{
     process::{Child, Command, ExitCode},
 };
 
-use ckfs_host::{signal, tell};
+use ckfs_host::{send_descriptors, signal, tell};
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, FdFlag, fcntl},
@@ -43,7 +43,6 @@ use nix::{
 
 use super::mounts::{
     MountError, MountOptions, adopt_socket, check_host, is_in_chroot, mount_as_root, receive_descriptor, sanitize,
-    send_descriptors,
 };
 
 /// Environment variable of the command: where the mount is.

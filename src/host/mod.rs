@@ -30,16 +30,21 @@ pub mod systemd;
 pub mod target;
 
 use std::{
-    io,
+    io::{self, IoSlice},
+    os::fd::{AsRawFd, RawFd},
     sync::mpsc,
     thread,
     time::{Duration, Instant},
 };
 
 pub use log::Log;
-use nix::sys::{
-    resource::{UsageWho, getrusage},
-    time::TimeValLike,
+use nix::{
+    errno::Errno,
+    sys::{
+        resource::{UsageWho, getrusage},
+        socket::{ControlMessage, MsgFlags, sendmsg},
+        time::TimeValLike,
+    },
 };
 pub use relative_path::{PathFlaw, RelativePath};
 pub use target::{
@@ -75,6 +80,20 @@ pub fn ask_within<T: Send + 'static>(
         let _ = answer.send(ask());
     })?;
     Ok(answered.recv_timeout(limit).ok())
+}
+
+/// Sends bytes, at least one, and descriptors with them.
+///
+/// # Errors
+/// Those of `sendmsg(2)`.
+pub fn send_descriptors(socket: &impl AsRawFd, bytes: &[u8], descriptors: &[RawFd]) -> nix::Result<()> {
+    let control = [ControlMessage::ScmRights(descriptors)];
+    loop {
+        match sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(bytes)], &control, MsgFlags::MSG_NOSIGNAL, None) {
+            Err(Errno::EINTR) => {}
+            result => return result.map(drop),
+        }
+    }
 }
 
 /// What removing something has come to: that it was not there is no failure.

@@ -3,8 +3,7 @@
 use std::{
     env,
     fmt::Display,
-    fs,
-    io::{self, IoSlice},
+    fs, io,
     os::{
         fd::{AsRawFd, BorrowedFd, RawFd},
         unix::net::UnixDatagram,
@@ -12,9 +11,9 @@ use std::{
     time::Duration,
 };
 
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
-
 pub use sd_notify::NotifyState;
+
+use super::send_descriptors;
 
 /// Tells systemd.
 pub fn notify(states: &[NotifyState<'_>]) {
@@ -39,10 +38,7 @@ pub fn keep(descriptors: &[BorrowedFd<'_>]) {
     let send = || {
         let socket = UnixDatagram::unbound()?;
         socket.connect(path)?;
-        let control = [ControlMessage::ScmRights(&numbers)];
-        let parts = [IoSlice::new(message.as_bytes())];
-        sendmsg::<()>(socket.as_raw_fd(), &parts, &control, MsgFlags::MSG_NOSIGNAL, None)?;
-        io::Result::Ok(())
+        io::Result::Ok(send_descriptors(&socket, message.as_bytes(), &numbers)?)
     };
     if let Err(error) = send() {
         tracing::warn!("systemd was asked to keep no descriptor: {error}");

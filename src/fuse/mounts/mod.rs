@@ -12,8 +12,7 @@ pub use mount_user::MountUser;
 pub(super) use mount_user::describe;
 pub use mounted::{MountError, check_host, check_mountpoint, receive_passed};
 pub(super) use mounted::{
-    MountState, Mounted, abort, mount, mount_as_root, receive_descriptor, receive_descriptors, sanitize,
-    send_descriptors, set_read_ahead,
+    MountState, Mounted, abort, mount, mount_as_root, receive_descriptor, receive_descriptors, sanitize, set_read_ahead,
 };
 pub use mountinfo::{Device, MountEntry, ckfs_mounts};
 pub(super) use mountinfo::{is_in_chroot, is_stale, resolved};

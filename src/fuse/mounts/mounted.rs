@@ -8,7 +8,7 @@
 use std::{
     fmt::Display,
     fs::{self, File},
-    io::{self, IoSlice, IoSliceMut, Read},
+    io::{self, IoSliceMut, Read},
     os::{
         fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
         unix::{fs::MetadataExt as _, net::UnixStream},
@@ -21,7 +21,7 @@ use ckfs_host::limits::may_administer;
 use nix::{
     errno::Errno,
     mount::{MntFlags, MsFlags},
-    sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg},
+    sys::socket::{ControlMessageOwned, MsgFlags, recvmsg},
     unistd::{getegid, geteuid},
 };
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
@@ -305,17 +305,6 @@ fn mount_by_helper(path: &Path, source: &str, options: &MountOptions) -> Result<
             let message = message.trim().trim_start_matches("fusermount3: ");
             let message = if message.is_empty() { status.to_string() } else { message.to_owned() };
             Err(MountError::Host(format!("fusermount3: {message}")))
-        }
-    }
-}
-
-/// Sends bytes, at least one, and descriptors with them.
-pub(crate) fn send_descriptors(socket: &impl AsRawFd, bytes: &[u8], descriptors: &[RawFd]) -> nix::Result<()> {
-    let control = [ControlMessage::ScmRights(descriptors)];
-    loop {
-        match sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(bytes)], &control, MsgFlags::MSG_NOSIGNAL, None) {
-            Err(Errno::EINTR) => {}
-            result => return result.map(drop),
         }
     }
 }

@@ -18,6 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ckfs_host::send_descriptors;
 use nix::unistd::{chdir, setsid};
 use tracing::{error, warn};
 
@@ -25,7 +26,7 @@ use super::successor::{ALONE, DONE, HOLDING, hand_over, listen};
 use crate::{
     connection::{Record, has_ended},
     daemon::start_child,
-    mounts::{receive_descriptors, send_descriptors},
+    mounts::receive_descriptors,
 };
 
 /// The flag of `ckfs mount` for a keeper.

@@ -30,7 +30,7 @@ use std::{
     time::Duration,
 };
 
-use ckfs_host::{hand_over_file, if_there, systemd};
+use ckfs_host::{hand_over_file, if_there, send_descriptors, systemd};
 use nix::{
     sys::socket::{getsockopt, sockopt::PeerCredentials},
     unistd::geteuid,
@@ -40,7 +40,7 @@ use tracing::{debug, info, warn};
 
 use crate::{
     connection::{Inheritance, Record, resend},
-    mounts::{MountError, MountOptions, Mounted, receive_descriptors, resolved, send_descriptors},
+    mounts::{MountError, MountOptions, Mounted, receive_descriptors, resolved},
 };
 
 /// With the descriptors: their sender serves, or only holds them.
