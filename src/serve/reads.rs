@@ -151,12 +151,8 @@ impl Handlers for ReadThreads {
         queued > 0 || seen != passed
     }
 
-    fn mark_stuck(&self) {
-        self.waiting.mark_stuck();
-    }
-
-    fn unmark_stuck(&self) {
-        self.waiting.unmark_stuck();
+    fn stand_ins(&self) -> Vec<&WaitingThreads> {
+        vec![&self.waiting]
     }
 }
 

@@ -104,14 +104,8 @@ impl Handlers for Threads {
         self.dispatchers.look(is_waiting)
     }
 
-    fn mark_stuck(&self) {
-        self.overflow.mark_stuck();
-        self.planning.mark_stuck();
-    }
-
-    fn unmark_stuck(&self) {
-        self.overflow.unmark_stuck();
-        self.planning.unmark_stuck();
+    fn stand_ins(&self) -> Vec<&WaitingThreads> {
+        vec![&self.overflow, &self.planning]
     }
 }
 

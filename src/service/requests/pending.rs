@@ -149,7 +149,7 @@ impl<R: Refuse> Drop for Pending<R> {
         } else if self.slot.expired() {
             // The thread that answered it has counted it.
             if let Some(handlers) = &self.elsewhere {
-                handlers.unmark_stuck();
+                handlers.stand_ins().iter().for_each(|threads| threads.note_stuck(false));
             }
             return;
         }

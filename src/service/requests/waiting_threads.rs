@@ -11,11 +11,8 @@ pub trait Handlers: Send + Sync + 'static {
     /// since the last call.
     fn tend(&self, is_waiting: &dyn Fn() -> bool) -> bool;
 
-    /// Notes that a request was given up while a thread handles it that stands in for others: yet another may stand in for that one.
-    fn mark_stuck(&self);
-
-    /// Notes that such a thread is back.
-    fn unmark_stuck(&self);
+    /// The threads that stand in for others.
+    fn stand_ins(&self) -> Vec<&WaitingThreads>;
 }
 
 /// Threads whose requests were given up and that others stand in for, at most. Programs can be killed and started again without
@@ -72,14 +69,9 @@ impl WaitingThreads {
         self.change(|beyond| beyond.extra = change(beyond.extra));
     }
 
-    /// Notes that a thread's request was given up: another may stand in for it.
-    pub fn mark_stuck(&self) {
-        self.change(|beyond| beyond.stuck += 1);
-    }
-
-    /// Notes that such a thread is back.
-    pub fn unmark_stuck(&self) {
-        self.change(|beyond| beyond.stuck -= 1);
+    /// Notes that a thread's request was given up, so that another may stand in for it; or that such a thread is back.
+    pub(super) fn note_stuck(&self, is_stuck: bool) {
+        self.change(|beyond| if is_stuck { beyond.stuck += 1 } else { beyond.stuck -= 1 });
     }
 
     fn change(&self, change: impl FnOnce(&mut Beyond)) {
@@ -118,9 +110,9 @@ mod tests {
         threads.submit(move || other.send("queued").unwrap());
         told.recv_timeout(Duration::from_millis(20)).unwrap_err();
         assert_eq!(threads.queued(), 1);
-        threads.mark_stuck();
+        threads.note_stuck(true);
         assert_eq!(told.recv_timeout(SOON), Ok("queued"));
-        threads.unmark_stuck();
+        threads.note_stuck(false);
         drop(closed);
     }
 }

@@ -91,7 +91,7 @@ impl Watchdog {
     fn answer(&self, request: WaitingRequest, errno: i32) {
         let WaitingRequest { op, since, elsewhere, reply, .. } = request;
         if elsewhere {
-            self.handlers.mark_stuck();
+            self.handlers.stand_ins().iter().for_each(|threads| threads.note_stuck(true));
         }
         reply.refuse(errno);
         let metrics = self.fs.metrics();
