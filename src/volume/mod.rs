@@ -8,7 +8,6 @@ mod file_system;
 pub mod health;
 mod live_reads;
 mod materialize;
-mod metric_text;
 pub mod metrics;
 mod nodes;
 mod opening;
@@ -22,6 +21,7 @@ mod watching;
 pub use ckfs_image::{OmittedFormat, unavailable, unavailable_text};
 pub use ckfs_source::permission::{Mounter, Overrides, Permission};
 pub use ckfs_source::{ReadFailure, Replied, Served};
+pub use exposition::{MetricText, label};
 pub use file_system::{
     Access, Attr, BUFFER_BYTES, DirEntry, FileSystem, FsError, Handle, Ino, NodeKind, NodeScope, Nodes, NodesRef,
     OpenedFile, StatFs, follow,
@@ -29,7 +29,6 @@ pub use file_system::{
 pub use health::{HealthProblem, ProblemKind, VolumeHealth};
 pub use live_reads::LiveReads;
 pub use materialize::{BundleSizes, Policy};
-pub use metric_text::{MetricText, label};
 pub use metrics::{LATENCY_BOUNDS_US, Metrics, RequestKind};
 pub use permissions::{PermittedReaders, directory_permission, readers, readers_of};
 pub use stats::{held_rows, memory_json, ops};
