@@ -8,9 +8,9 @@
 //! | --- | --- |
 //! | `service` | [`Service`]: a volume with the threads that keep it alive |
 //! | `alive` | [`Alive`]: that, or a run |
-//! | `open` | what the settings mean: checkpoint, plans, volume, memory budget |
+//! | `open` | what the settings mean: checkpoint, plans, volume, memory budget; chunks that do not fit in memory are refused |
 //! | [`average`] | which sources an average is of |
-//! | `chunk_memory`, `own_mount` | what is refused before anything is served: chunks that do not fit in memory, shards of a mount as a source |
+//! | `own_mount` | what is refused before anything is served: shards of a mount as a source |
 //! | `upkeep` | repeated work: memory of closed files is released, sources are checked; what the listed devices will read is fetched ahead |
 //! | `wait_watch` | waits for storage and services while nothing is served yet: reported, and given up after the time limit |
 //! | [`steps`] | a run: the checkpoints that a trainer leaves in a directory, each a volume of its own |
@@ -19,7 +19,6 @@
 
 mod alive;
 pub mod average;
-mod chunk_memory;
 mod error;
 pub mod identity;
 mod open;

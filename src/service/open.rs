@@ -1,6 +1,7 @@
 //! Interpretation of the settings: checkpoint, plans, memory budget, volume.
 
 use std::{
+    collections::BTreeSet,
     error::Error,
     io, iter,
     path::{Path, PathBuf},
@@ -17,10 +18,11 @@ use ckfs_host::{budget::Budget, limits, memory, state_directory, systemd};
 use ckfs_plan::{Plan, ViewOptions, report::human_bytes};
 use ckfs_read::{EngineOptions, EngineRooms};
 use ckfs_source::{ComparedFiles, FileId, SourceError, WaitRegistry, digest::Compared, remote::RemoteOptions};
+use ckfs_tensor::TensorId;
 use ckfs_volume::{Overrides, ViewPlan, Volume, VolumeOptions};
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
-use super::{average, chunk_memory, error::OpenError, own_mount};
+use super::{average, error::OpenError, own_mount};
 
 /// Starts the threads that make plans, or only one if the limits allow fewer. By default they would start at their
 /// first use, and panic if the system refused them.
@@ -323,11 +325,59 @@ pub fn open_volume(config: &mut Config, waits: &Arc<WaitRegistry>) -> Result<Vol
 /// Every reason why the plans cannot be mounted.
 pub fn volume_of(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> Result<Volume, OpenError> {
     let mut budget = budget(&config.mount);
-    chunk_memory::admit(checkpoint, plans, &mut budget)?;
+    admit_chunks(checkpoint, plans, &mut budget)?;
     bound_source(checkpoint, &budget, 1, 0);
     warn_of_large_cache(&budget);
     let options = volume_options(config, budget, None)?;
     Ok(Volume::new(Arc::clone(checkpoint), plans.to_vec(), options)?)
+}
+
+/// Makes room in the budget for the largest chunk that these plans need. Returns the memory that it takes, in bytes.
+///
+/// A compressed chunk is decoded whole, however small its stored bytes are: a few hundred kilobytes may be gigabytes of zeros. If the
+/// largest chunk needs more than its part of the budget, the part grows as far as the limit allows.
+///
+/// # Errors
+/// It does not fit the limit. The error names the tensor, both sizes, and what to do.
+pub(super) fn admit_chunks(checkpoint: &Checkpoint, plans: &[ViewPlan], budget: &mut Budget) -> Result<u64, OpenError> {
+    let Some((bytes, tensor)) = largest_chunk(checkpoint, plans) else { return Ok(0) };
+    let most_bytes = budget.decoded_bytes_max();
+    if bytes <= most_bytes {
+        budget.decoded_bytes = budget.decoded_bytes.max(bytes);
+        return Ok(bytes);
+    }
+    let (source, tensor) = (checkpoint.source(), checkpoint.tensor(tensor));
+    let stored = source.coded(tensor.file(), tensor.span().start()).and_then(|coded| coded.stored);
+    let stored = stored.map(|span| format!(", stored in {}", human_bytes(span.len()))).unwrap_or_default();
+    let (limit, origin) = (human_bytes(budget.limit.bytes), &budget.limit.origin);
+    Err(OpenError::of_view(format!(
+        "{}, tensor {}: a chunk is compressed as a whole and takes {} of memory to decode{stored}; {} are free for it within the \
+         limit of {limit} ({origin}). Allow more memory, lower --cache-bytes (now {}), leave the tensor out with --exclude, or \
+         save the checkpoint in smaller chunks",
+        source.path(tensor.file()).display(),
+        tensor.name,
+        human_bytes(bytes),
+        human_bytes(most_bytes),
+        human_bytes(budget.cache_bytes),
+    )))
+}
+
+/// The most memory that a chunk takes, in bytes, and its first tensor.
+fn largest_chunk(checkpoint: &Checkpoint, plans: &[ViewPlan]) -> Option<(u64, TensorId)> {
+    let chunks = checkpoint.source().chunks()?;
+    let (mut largest, mut seen) = (None, BTreeSet::new());
+    for tensor in plans.iter().flat_map(|view| &view.plan.tensors) {
+        tensor.view.for_each_stored(&mut |id| {
+            let file = checkpoint.tensor(id).file();
+            if seen.insert(file.index()) {
+                let bytes = chunks.memory_bytes(file);
+                if bytes > largest.map_or(0, |(most, _)| most) {
+                    largest = Some((bytes, id));
+                }
+            }
+        });
+    }
+    largest
 }
 
 /// Bounds the memory of a source to a part of the budget, but that its largest chunk has room, which takes `chunk_bytes`.

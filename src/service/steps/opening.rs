@@ -12,7 +12,7 @@ use ckfs_source::WaitRegistry;
 use ckfs_volume::{FsError, NoPassthrough, OnChange, Upkeep, Volume, VolumeOptions};
 
 use super::{
-    super::{average, chunk_memory, error::OpenError, open, requests::panic_text, wait_watch::wait_registry},
+    super::{average, error::OpenError, open, requests::panic_text, wait_watch::wait_registry},
     failed::FailedStep,
     report::add_counters,
     run::Run,
@@ -214,7 +214,7 @@ impl Run {
         let checkpoint = open::open_checkpoint(&mut config, waits)?;
         let plans = open::plan_views(&checkpoint, &config)?;
         let mut budget = self.budget.clone();
-        let chunk_bytes = chunk_memory::admit(&checkpoint, &plans, &mut budget)?;
+        let chunk_bytes = open::admit_chunks(&checkpoint, &plans, &mut budget)?;
         open::bound_source(&checkpoint, &budget, OPENING_MAX as u64, chunk_bytes);
         let weight = checkpoint.tensors().count() + plans.iter().map(|view| view.plan.tensors.len()).sum::<usize>();
         let options = open::volume_options(&config, budget, Some(self.rooms.clone()))?;
