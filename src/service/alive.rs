@@ -34,7 +34,7 @@ pub trait Alive {
 }
 
 /// Something that is wrong with it now.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Deserialize)]
 pub struct OpenProblem {
     /// Its type, in words.
     pub kind: String,

@@ -113,14 +113,9 @@ impl RunState {
 
     /// What is wrong now.
     pub fn open_problems(&self) -> Vec<OpenProblem> {
-        let text = |problem: &Value, name: &str| problem[name].as_str().unwrap_or_default().to_owned();
-        let open = |problem: &Value| OpenProblem {
-            kind: text(problem, "kind"),
-            file: text(problem, "file"),
-            cause: text(problem, "cause"),
-        };
         let (problems, left_out) = self.problems();
-        let mut found: Vec<_> = problems.iter().filter(|problem| problem["ended"].is_null()).map(open).collect();
+        let open = problems.into_iter().filter(|problem| problem["ended"].is_null());
+        let mut found: Vec<OpenProblem> = open.filter_map(|problem| serde_json::from_value(problem).ok()).collect();
         if left_out > 0 {
             let (kind, file) = ("others".to_owned(), self.source.clone());
             found.push(OpenProblem { kind, file, cause: format!("{left_out} more") });
