@@ -107,12 +107,6 @@ impl Volume {
         self.remembered.lock().files.get(&ino).map(Arc::clone)
     }
 
-    /// Releases the memory of readers that have closed their files, and checks sources. The caller repeats it every few seconds.
-    pub fn watch(&self) {
-        self.trim();
-        self.check_sources();
-    }
-
     /// Releases the memory of readers that have closed their files. Repeated every few seconds; never waits for storage.
     pub fn trim(&self) {
         if let Some(materializer) = &self.materializer {

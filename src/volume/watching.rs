@@ -24,11 +24,6 @@ use super::{
 };
 
 impl Volume {
-    /// The sources that do not answer now, with the time since when.
-    pub fn stalled(&self) -> Vec<Stall> {
-        self.engine.checkpoint().source().health().stalls()
-    }
-
     /// Checks whether the sources of opened files are unchanged, so that a change is logged, counted and reported even if no
     /// read goes through ckfs. The caller repeats it every few seconds. It may wait for storage that does not answer;
     /// concurrent calls then skip the sources that this one waits for.
@@ -65,7 +60,7 @@ impl Volume {
 
     /// Reports stalls that began or ended since the last call.
     fn report_stalls(&self) {
-        let found = self.stalled();
+        let found = self.engine.checkpoint().source().health().stalls();
         let mut known = self.watched.stalls.lock();
         let is_among = |stalls: &[Stall], stall: &Stall| stalls.iter().any(|other| other.file == stall.file);
         for stall in found.iter().filter(|stall| !is_among(&known, stall)) {
@@ -126,7 +121,7 @@ impl Upkeep for Volume {
 
     fn started(&self, passthrough: Result<(), NoPassthrough>) {
         match (&self.materializer, passthrough) {
-            (Some(materializer), Ok(())) => materializer.start(),
+            (Some(materializer), Ok(())) => materializer.is_on.store(true, Ordering::Relaxed),
             // Files that the kernel would not read are not made. Those in memory are a default; a directory was requested.
             (Some(_), Err(reason)) => {
                 if let Some(directory) = self.policy.directory() {

@@ -71,7 +71,7 @@ impl Disk {
             let target = Arc::new(target);
             let pieces = Arc::new(Materializing::new(engine, file, MaterializeTarget::Disk(Arc::clone(&target)))?);
             let partial = Partial::new(&pieces, target, None);
-            let mut state = entry.lock();
+            let mut state = entry.state.lock();
             match &*state {
                 MaterializedState::Absent => *state = MaterializedState::Partial(partial),
                 // The mount has ended.
@@ -85,7 +85,7 @@ impl Disk {
             Ok(Some(pieces)) => guard.end(&pieces.make_here()),
             Ok(None) => guard.end(&Ok(())),
             Err(error) => {
-                *entry.lock() = MaterializedState::Failed;
+                *entry.state.lock() = MaterializedState::Failed;
                 tracing::warn!(file = file.name(), "not materialized: {error}");
                 guard.end(&Err(MaterializeError::Room(error)));
             }

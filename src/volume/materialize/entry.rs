@@ -11,7 +11,7 @@ use std::{
 };
 
 use ckfs_read::{FileRoom, MaterializeError, Materializing, PreparedFile, ReadError};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 
 use super::policy::When;
 use crate::{Access, WhenMaterialized};
@@ -48,7 +48,7 @@ impl Partial {
 /// A file that may be materialized. Its open handles own it, so it lives while one is open.
 pub(crate) struct FileEntry {
     pub(super) when: When,
-    state: Mutex<MaterializedState>,
+    pub(super) state: Mutex<MaterializedState>,
     /// Time of the last open, or of the last check that found it open.
     used: Mutex<Instant>,
     /// Whether it was closed before.
@@ -58,10 +58,6 @@ pub(crate) struct FileEntry {
 impl FileEntry {
     pub(super) fn new(when: When) -> Self {
         Self { when, state: Mutex::default(), used: Mutex::new(Instant::now()), was_closed: AtomicBool::new(false) }
-    }
-
-    pub(super) fn lock(&self) -> MutexGuard<'_, MaterializedState> {
-        self.state.lock()
     }
 
     /// Time of the last open, or of the last check that found it open.
@@ -80,7 +76,7 @@ impl FileEntry {
 
     /// The file with all bytes, if it is complete.
     pub(super) fn complete(&self) -> Option<Arc<File>> {
-        match &*self.lock() {
+        match &*self.state.lock() {
             MaterializedState::Complete(complete) => Some(Arc::clone(&complete.target)),
             MaterializedState::Absent | MaterializedState::Partial(_) | MaterializedState::Failed => None,
         }
@@ -99,7 +95,7 @@ impl FileEntry {
 
     /// The pieces that are materialized or in progress.
     pub(super) fn pieces(&self) -> Option<Arc<Materializing>> {
-        match &*self.lock() {
+        match &*self.state.lock() {
             MaterializedState::Partial(file) | MaterializedState::Complete(file) => Some(Arc::clone(&file.pieces)),
             MaterializedState::Absent | MaterializedState::Failed => None,
         }
@@ -107,7 +103,7 @@ impl FileEntry {
 
     /// Ends the wait of opens: their reads use the pieces as each is finished.
     pub(super) fn stop_waiting(&self) {
-        let waiting = match &mut *self.lock() {
+        let waiting = match &mut *self.state.lock() {
             MaterializedState::Partial(partial) => mem::take(&mut partial.waiting),
             MaterializedState::Absent | MaterializedState::Complete(_) | MaterializedState::Failed => Vec::new(),
         };
@@ -118,7 +114,7 @@ impl FileEntry {
 
     /// Ends the materialization: the mount ends.
     pub(super) fn abandon(&self) {
-        let state = mem::replace(&mut *self.lock(), MaterializedState::Failed);
+        let state = mem::replace(&mut *self.state.lock(), MaterializedState::Failed);
         if let MaterializedState::Partial(partial) = state {
             partial.pieces.abandon();
             for then in partial.waiting {
@@ -130,7 +126,7 @@ impl FileEntry {
     /// Notes the end, and passes the file to all waiting opens. Without a file they read through the page cache, and a
     /// failure occurs again there.
     fn end(&self, result: &Result<(), MaterializeError>, name: &str) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         // Else it was abandoned meanwhile.
         let MaterializedState::Partial(Partial { pieces, target, waiting, .. }) = &mut *state else { return };
         let (pieces, target, waiting) = (Arc::clone(pieces), Arc::clone(target), mem::take(waiting));

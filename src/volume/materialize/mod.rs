@@ -74,7 +74,7 @@ pub(super) struct Materializer {
     entries: Arc<FileEntries>,
     engine: Weak<Engine>,
     /// Whether the kernel reads files directly.
-    is_on: AtomicBool,
+    pub(super) is_on: AtomicBool,
     /// Waiting opens, in the order in which their time ends.
     deadlines: mpsc::Sender<(Instant, Weak<FileEntry>)>,
 }
@@ -120,11 +120,6 @@ impl Materializer {
         }
     }
 
-    /// Notes that the kernel reads files directly.
-    pub(super) fn start(&self) {
-        self.is_on.store(true, Ordering::Relaxed);
-    }
-
     /// Notes the open of a file that may be materialized. The caller keeps the entry while the file is open.
     pub(super) fn hold(&self, ino: Ino, when: When) -> Option<Arc<FileEntry>> {
         if !self.is_on.load(Ordering::Relaxed) {
@@ -133,7 +128,10 @@ impl Materializer {
         let mut entries = self.entries.lock();
         let entry = entries.entry(ino).or_insert_with(|| Arc::new(FileEntry::new(when)));
         // In this order: a thread that has locked an entry's state owns the entry, and may wait for `entries`.
-        if when != When::Closed && Arc::strong_count(entry) == 1 && matches!(*entry.lock(), MaterializedState::Failed) {
+        if when != When::Closed
+            && Arc::strong_count(entry) == 1
+            && matches!(*entry.state.lock(), MaterializedState::Failed)
+        {
             *entry = Arc::new(FileEntry::new(when));
         }
         entry.note_used();
@@ -148,7 +146,7 @@ impl Materializer {
 
     /// Materializes a file that is being opened, unless it is complete or in progress. Calls `then` at once or from another thread.
     pub(super) fn materialize(&self, entry: &Arc<FileEntry>, file: &Arc<PreparedFile>, then: WhenMaterialized) {
-        let mut state = entry.lock();
+        let mut state = entry.state.lock();
         let mut begun = None;
         if let MaterializedState::Absent = &*state
             && let Some(partial) = self.prepare(file)
