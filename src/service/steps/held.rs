@@ -80,7 +80,7 @@ impl Run {
     pub fn held(&self, version: u64) -> Result<Option<HeldStep>, NoStep> {
         let slot = self.slots.get(version).ok_or(NoStep::Absent)?;
         slot.note_used();
-        let content = match &*slot.state() {
+        let content = match &*slot.state.lock() {
             SlotState::Ready(content) => content.clone(),
             SlotState::Ended => return Err(NoStep::Absent),
             SlotState::Absent | SlotState::Opening => return Ok(None),

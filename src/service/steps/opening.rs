@@ -47,7 +47,7 @@ impl Run {
     /// [`FsError::Io`]: it has ended, its storage does not answer, or its files are others than before.
     pub(super) fn content(self: &Arc<Self>, slot: &Arc<Slot>) -> Result<StepContent, FsError> {
         slot.note_used();
-        let mut state = slot.state();
+        let mut state = slot.state.lock();
         loop {
             match &*state {
                 SlotState::Ready(content) => return Ok(content.clone()),
@@ -55,7 +55,7 @@ impl Run {
                 SlotState::Absent => self.begin_plan(slot, &mut state)?,
                 SlotState::Opening => {}
             }
-            slot.wait(&mut state, LOOK);
+            slot.changed.wait_for(&mut state, LOOK);
             if matches!(&*state, SlotState::Opening) && slot.is_stalled() {
                 tracing::warn!("step {}: its storage does not answer", slot.step.number);
                 return Err(FsError::Io);
@@ -91,7 +91,7 @@ impl Run {
     pub(super) fn plan_ahead(self: &Arc<Self>) {
         let Some(slot) = self.slots.newest() else { return };
         if self.planned_ahead.fetch_max(slot.index, Ordering::Relaxed) < slot.index {
-            let mut state = slot.state();
+            let mut state = slot.state.lock();
             if matches!(&*state, SlotState::Absent) {
                 // Without a thread its first reader plans it.
                 let _ = self.begin_plan(&slot, &mut state);
@@ -106,7 +106,7 @@ impl Run {
         open: impl FnOnce(Config, &Arc<WaitRegistry>) -> Result<PlannedStep, OpenError>,
     ) {
         let waits = wait_registry(&self.config.mount);
-        slot.note_waits(Some(&waits));
+        *slot.waits.lock() = Some(Arc::clone(&waits));
         self.slots.note_planned(slot);
         self.counts.plans.fetch_add(1, Ordering::Relaxed);
         let opened = || self.config_of(slot).and_then(|config| open(config, &waits));
@@ -119,7 +119,7 @@ impl Run {
             self.metrics.note_panic(&format!("planning step {}", slot.step.number), &cause);
             self.show_failure(slot, format!("the planning panicked: {cause}"));
         }
-        slot.note_waits(None);
+        *slot.waits.lock() = None;
         self.opening.lock().retain(|other| other.index != slot.index);
         self.share_out();
         self.drop_idle(Some(slot.index));
@@ -255,7 +255,7 @@ impl Run {
         let newest = self.slots.newest().map(|slot| slot.index);
         let mut idle: Vec<(Duration, Arc<Slot>)> = Vec::new();
         for slot in self.slots.left() {
-            if matches!(&*slot.state(), SlotState::Absent) {
+            if matches!(&*slot.state.lock(), SlotState::Absent) {
                 self.slots.forget(&slot);
             }
         }
@@ -328,7 +328,7 @@ mod tests {
         let waits = wait_registry(&config.mount);
         let run = Run::open(&mut config, &waits).unwrap();
         let slot = run.slots.newest().unwrap();
-        *slot.state() = SlotState::Opening;
+        *slot.state.lock() = SlotState::Opening;
         run.opening.lock().push(Arc::clone(&slot));
         run.plan(&slot, |_, _| panic!("on purpose"));
         let Some(StepContent::Failed(failed)) = slot.content() else { panic!("the step is shown") };

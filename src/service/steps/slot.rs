@@ -11,7 +11,7 @@ use std::{
 use ckfs_config::Average;
 use ckfs_source::WaitRegistry;
 use ckfs_volume::{Attr, BUFFER_BYTES, FileSystem, Ino, NodeKind, Nodes, Permission, Volume};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 
 use super::{failed::FailedStep, settle::ListedStep};
 
@@ -78,9 +78,9 @@ pub(super) struct Slot {
     pub(super) step: ListedStep,
     /// Of the step's directory, before it is planned.
     pub(super) permission: Permission,
-    state: Mutex<SlotState>,
+    pub(super) state: Mutex<SlotState>,
     /// Signals that the state has changed.
-    changed: Condvar,
+    pub(super) changed: Condvar,
     /// What the first volume was: a later one must be the same.
     pub(super) fingerprint: OnceLock<u64>,
     /// The average that it shows, if it shows one.
@@ -93,7 +93,7 @@ pub(super) struct Slot {
     /// Milliseconds from then to the last request.
     used_ms: AtomicU64,
     /// The waits of the thread that plans it.
-    waits: Mutex<Option<Arc<WaitRegistry>>>,
+    pub(super) waits: Mutex<Option<Arc<WaitRegistry>>>,
 }
 
 impl Slot {
@@ -119,13 +119,9 @@ impl Slot {
         Ino(self.index << INNER_BITS | inner.0)
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, SlotState> {
-        self.state.lock()
-    }
-
     /// Sets the state, and wakes those that wait for it. An ended slot stays so. Returns the former content.
     pub(super) fn set(&self, next: SlotState) -> Option<StepContent> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if matches!(*state, SlotState::Ended) {
             drop(state);
             return if let SlotState::Ready(content) = next { Some(content) } else { None };
@@ -136,14 +132,9 @@ impl Slot {
         if let SlotState::Ready(content) = former { Some(content) } else { None }
     }
 
-    /// Waits until the state changes, or some time.
-    pub(super) fn wait(&self, state: &mut MutexGuard<'_, SlotState>, limit: Duration) {
-        self.changed.wait_for(state, limit);
-    }
-
     /// What it shows now, if it is planned.
     pub(super) fn content(&self) -> Option<StepContent> {
-        if let SlotState::Ready(content) = &*self.state() { Some(content.clone()) } else { None }
+        if let SlotState::Ready(content) = &*self.state.lock() { Some(content.clone()) } else { None }
     }
 
     /// Its volume, if it is planned and has one.
@@ -164,7 +155,7 @@ impl Slot {
 
     /// Takes the volume out, if no request and no reader uses it.
     pub(super) fn take_unused(&self) -> Option<Arc<Volume>> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let SlotState::Ready(StepContent::Volume(volume)) = &*state else { return None };
         // Requests get their share under this lock.
         if Arc::strong_count(volume) > 1 || volume.has_open_files() {
@@ -172,11 +163,6 @@ impl Slot {
         }
         let former = std::mem::take(&mut *state);
         if let SlotState::Ready(StepContent::Volume(volume)) = former { Some(volume) } else { None }
-    }
-
-    /// Notes in which registry the thread waits that plans it.
-    pub(super) fn note_waits(&self, waits: Option<&Arc<WaitRegistry>>) {
-        *self.waits.lock() = waits.cloned();
     }
 
     fn waits(&self) -> Option<Arc<WaitRegistry>> {

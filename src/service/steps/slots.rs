@@ -74,7 +74,7 @@ impl Slots {
     /// The slots that are planned or being planned, by index.
     pub(super) fn planned(&self) -> Vec<Arc<Slot>> {
         let mut planned = self.planned.lock();
-        planned.retain(|slot| matches!(&*slot.state(), SlotState::Opening | SlotState::Ready(_)));
+        planned.retain(|slot| matches!(&*slot.state.lock(), SlotState::Opening | SlotState::Ready(_)));
         planned.sort_by_key(|slot| slot.index);
         planned.dedup_by_key(|slot| slot.index);
         planned.clone()
@@ -242,7 +242,7 @@ mod tests {
         // Written anew, it is another one.
         let anew = [step(1, 8), two];
         assert_eq!(show(&slots, &anew, &anew), (vec![1], vec![1]));
-        assert!(slots.get(first.index).is_none() && matches!(*first.state(), SlotState::Ended));
+        assert!(slots.get(first.index).is_none() && matches!(*first.state.lock(), SlotState::Ended));
         let second = slots.of_step(1).unwrap();
         assert!(slots.replace(&second, None).is_some() && slots.replace(&second, None).is_none());
         assert_ne!(slots.of_step(1).unwrap().index, second.index);
