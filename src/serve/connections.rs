@@ -32,7 +32,8 @@ pub(super) struct Connections {
 pub(super) struct ConnectionPlace {
     connections: Arc<Connections>,
     number: u64,
-    close: Arc<Notify>,
+    /// Notified when another connection needs this place.
+    pub(super) close: Arc<Notify>,
 }
 
 /// A request that is being answered, until it is dropped.
@@ -85,11 +86,6 @@ impl ConnectionPlace {
     pub(super) fn busy(&self) -> BusyMark {
         self.connections.change(self.number, |state| state.busy += 1);
         BusyMark { connections: Arc::clone(&self.connections), number: self.number }
-    }
-
-    /// Waits until another connection needs this place.
-    pub(super) async fn closed(&self) {
-        self.close.notified().await;
     }
 }
 

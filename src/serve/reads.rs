@@ -14,7 +14,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use ckfs_service::{Handlers, Heartbeat, Pending, Refuse, Requests, WaitingThreads, Watchdog};
+use ckfs_service::{Handlers, Pending, Refuse, Requests, WaitingThreads, Watchdog};
 use ckfs_source::{
     Replied,
     digest::{Digester, KnownDigest},
@@ -161,7 +161,7 @@ pub(super) struct ServedReads {
     pub(super) fs: Arc<dyn Upkeep>,
     threads: Arc<ReadThreads>,
     requests: Arc<Requests>,
-    watchdog: Arc<Watchdog>,
+    pub(super) watchdog: Arc<Watchdog>,
     /// Ids of small files, by their versions.
     blob_ids: Mutex<LruCache<String, String>>,
 }
@@ -176,11 +176,6 @@ impl ServedReads {
         let requests = Arc::default();
         let watchdog = Watchdog::start(&fs, &requests, Arc::<ReadThreads>::clone(&threads))?;
         Ok(Self { fs, threads, requests, watchdog, blob_ids: Mutex::new(LruCache::new(BLOB_IDS)) })
-    }
-
-    /// The signs of life that systemd expects, if it does.
-    pub(super) fn heartbeat(&self) -> Option<Heartbeat> {
-        Heartbeat::of(&self.watchdog)
     }
 
     /// Opens a file. Fails if a source of it has changed.

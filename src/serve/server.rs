@@ -163,7 +163,7 @@ impl Door {
             let listener = listener.map_err(|error| ServeError::of_address(address, &error))?;
             runtime.spawn(accept(listener, Arc::new(router), Arc::clone(&connections), ending.clone()));
         }
-        if let Some(heartbeat) = reads.heartbeat() {
+        if let Some(heartbeat) = Heartbeat::of(&reads.watchdog) {
             runtime.spawn(beat(heartbeat));
         }
         let status = format!("serving {} at http://{address}", service.label());
@@ -270,7 +270,7 @@ async fn speak(
     let mut socket = TimeoutWriter::new(socket);
     socket.set_timeout(Some(WRITE_LIMIT));
     let mut connection = pin!(builder.serve_connection(TokioIo::new(Box::pin(socket)), service));
-    let (draining, closed) = (pin!(ending.changed()), pin!(place.closed()));
+    let (draining, closed) = (pin!(ending.changed()), pin!(place.close.notified()));
     // Otherwise it has ended, or another one needs its place.
     if let Either::Right((Either::Left(_), _)) = select(connection.as_mut(), select(draining, closed)).await {
         connection.as_mut().graceful_shutdown();

@@ -96,7 +96,7 @@ fn refused(path: &Path, why: impl Display) -> MountError {
 #[derive(Debug)]
 pub(crate) struct Mounted {
     /// As it was when the mount was made.
-    entry: MountEntry,
+    pub(crate) entry: MountEntry,
     /// Number that no later mount gets, where the kernel has one.
     pub(crate) unique_id: Option<u64>,
 }
@@ -400,11 +400,6 @@ impl Mounted {
     pub(crate) fn users(&self) -> impl FnOnce() -> Vec<MountUser> + Send + use<> {
         let entry = self.entry.clone();
         move || mount_users(&entry)
-    }
-
-    /// Its device.
-    pub(crate) fn device(&self) -> Device {
-        self.entry.device
     }
 
     /// Its line in the table of mounts: the line with the same numbers, type and source.

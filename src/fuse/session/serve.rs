@@ -256,7 +256,7 @@ impl Connected {
             } else {
                 passthrough.begin(fs.as_ref());
                 if let Attached::Own(mounted) = &mounted {
-                    known.device = mounted.device().to_string();
+                    known.device = mounted.entry.device.to_string();
                     known.unique_id = mounted.unique_id;
                     known.options = options.of_mount();
                 }

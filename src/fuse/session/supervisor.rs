@@ -100,7 +100,7 @@ impl Attached {
 
     pub(super) fn device(&self) -> Option<Device> {
         match self {
-            Self::Own(mounted) => Some(mounted.device()),
+            Self::Own(mounted) => Some(mounted.entry.device),
             Self::Passed(passed) => passed.device,
         }
     }
