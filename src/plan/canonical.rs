@@ -26,6 +26,7 @@ use super::{
     family::{Family, Generic, Role},
     member, names,
     naming::{self, Parsed, SELF_WORD},
+    numbered::{Numbered, number_of},
     parsed::{ParsedName, ParsedNames},
     problem::Problem,
     select,
@@ -538,7 +539,7 @@ fn paths((prefix, rest, in_layer, single): KindName<'_>) -> [String; 2] {
 }
 
 /// The members of stacks, with prefix and name of the tensor.
-type StackGroups<'a> = Vec<((&'a str, &'a str), Vec<StackMember>)>;
+type StackGroups<'a> = Numbered<(&'a str, &'a str), Vec<StackMember>>;
 
 struct StackMember {
     layer: u64,
@@ -558,16 +559,10 @@ fn build(
 ) -> Vec<Draft> {
     let checkpoint = values.checkpoint();
     // Kinds of several shapes or parts may have one name.
-    let mut groups: StackGroups<'_> = Vec::new();
-    let mut known: HashMap<(&str, &str), usize> = HashMap::new();
-    let mut of_kind = Vec::with_capacity(named.kinds.len());
-    for kind in &named.kinds {
-        let group = *known.entry((&kind.prefix, &kind.rest)).or_insert(groups.len());
-        if group == groups.len() {
-            groups.push(((&kind.prefix, &kind.rest), Vec::new()));
-        }
-        of_kind.push(group);
-    }
+    let mut groups = StackGroups::default();
+    let kinds = named.kinds.iter();
+    let of_kind = kinds.map(|kind| number_of(&mut groups, (&kind.prefix, &kind.rest), |_| Vec::new()) as usize);
+    let of_kind: Vec<usize> = of_kind.collect();
     let mut experts = vec![0; groups.len()];
     for part in &named.parts {
         let count = &mut experts[of_kind[part.kind as usize]];
@@ -597,12 +592,12 @@ fn build(
     let whole = named.parts.iter().zip(&made).filter(|(_, made)| made.is_ok()).map(|(part, _)| part);
     for (at, part) in whole.enumerate().filter(|(_, part)| !predictors.contains(&part.id)) {
         if let Some(layer) = part.layer {
-            groups[of_kind[part.kind as usize]].1.push(StackMember { layer, expert: part.expert, at });
+            groups[of_kind[part.kind as usize]].push(StackMember { layer, expert: part.expert, at });
         }
     }
     let made = made.into_iter().filter_map(|made| made.map_err(|problem| problems.push(*problem)).ok());
     let mut drafts: Vec<Draft> = made.collect();
-    groups.retain(|(_, members)| !members.is_empty());
+    groups.retain(|_, members| !members.is_empty());
     add_stacks(groups, &mut drafts, problems);
     drafts
 }

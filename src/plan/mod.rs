@@ -41,6 +41,7 @@ mod merge;
 mod modules;
 mod name;
 mod need;
+mod numbered;
 mod options;
 mod peft;
 mod planned;

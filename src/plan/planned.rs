@@ -10,7 +10,7 @@ use std::{
 
 use ckfs_config::Mesh;
 use ckfs_tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View};
-use hashbrown::{HashMap, HashSet};
+use hashbrown::HashSet;
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -22,6 +22,7 @@ use super::{
     logical::LogicalRules,
     name_group::NameGroup,
     naming::component,
+    numbered::{Numbered, number_of},
     options::{Layout, ViewOptions},
     problem::{Hole, Problem},
     quantize::Chosen,
@@ -179,16 +180,13 @@ impl Plan {
     pub(super) fn add(&mut self, drafts: Vec<Draft>, options: &ViewOptions, problems: &mut Vec<Problem>) {
         let first = problems.len();
         let specs: Vec<_> = drafts.par_iter().map(|draft| self.spec_of(draft, options)).collect();
-        let mut known: HashMap<Spec, u32> = HashMap::new();
+        let mut known: Numbered<Spec, ()> = Numbered::default();
         let numbered = specs.into_iter().map(|(spec, found)| {
             problems.extend(found);
-            let next = u32::try_from(known.len()).expect("there are no more specs than tensors");
-            *known.entry(spec).or_insert(next)
+            number_of(&mut known, spec, |_| ())
         });
         let numbered: Vec<u32> = numbered.collect();
-        let mut specs: Vec<(Spec, u32)> = known.into_iter().collect();
-        specs.sort_unstable_by_key(|(_, number)| *number);
-        self.specs = specs.into_iter().map(|(spec, _)| spec).collect();
+        self.specs = known.into_keys().collect();
         let planned = |(draft, spec): (Draft, u32)| {
             let is_told = shard::is_told(&draft, options.sharding, &options.shard_rules);
             PlannedTensor {
@@ -513,17 +511,14 @@ impl TensorKinds {
     /// # Panics
     /// If the plan has 2^32 tensors, which a checkpoint's table excludes.
     pub fn new(plan: &Plan) -> Self {
-        let mut known: HashMap<Key<'_>, u32> = HashMap::new();
-        let mut kinds = Self { of_tensor: Vec::with_capacity(plan.tensors.len()), first: Vec::new() };
+        let mut first: Numbered<Key<'_>, usize> = Numbered::default();
+        let mut of_tensor = Vec::with_capacity(plan.tensors.len());
         for (index, tensor) in plan.tensors.iter().enumerate() {
             let is_paired = tensor.view.dtype() == DType::F4;
             let key = (tensor.spec, plan.expert_group(tensor), tensor.stage, tensor.view.shape(), is_paired);
-            kinds.of_tensor.push(*known.entry(key).or_insert_with(|| {
-                kinds.first.push(index);
-                u32::try_from(kinds.first.len() - 1).expect("a table of tensors has fewer than 2^32 rows")
-            }));
+            of_tensor.push(number_of(&mut first, key, |_| index));
         }
-        kinds
+        Self { of_tensor, first: first.into_values().collect() }
     }
 
     /// The kind of a tensor, both by number.

@@ -29,7 +29,7 @@ use self::{
 use super::{
     LayoutFile, NameGroup, PlanError, Problem, ViewOptions,
     generated::common_dtype,
-    layout_file::{Alias, Resolved, StoredNames, Target},
+    layout_file::{Alias, Resolved, StoredNames, Targets},
     library::Model,
     name_group::{fold, stars},
     naming::is_tower,
@@ -61,7 +61,7 @@ pub(super) struct Inverted {
 struct Reading {
     file: Arc<LayoutFile>,
     resolved: Resolved,
-    targets: Vec<Target>,
+    targets: Targets,
     /// Leaves that the checkpoint has, and those of them with the expected shape.
     score: (usize, usize),
 }
@@ -212,16 +212,16 @@ impl Inversion<'_> {
         let mut made = BTreeSet::new();
         let targets = std::mem::take(&mut self.reading.targets);
         let mut incomplete: BTreeMap<(String, String), Vec<&str>> = BTreeMap::new();
-        for (target, parts) in targets.iter().zip(parts) {
-            let dtype = self.dtype(target, &parts, common, &mut kept);
-            match self.assembled(target, parts, dtype, fill.find(&target.name)) {
-                Ok(Some(view)) => tensors.push((fill.own_name(&target.name).to_owned(), view)),
+        for ((name, shape), parts) in targets.iter().zip(parts) {
+            let dtype = self.dtype(name, &parts, common, &mut kept);
+            match self.assembled(shape, parts, dtype, fill.find(name)) {
+                Ok(Some(view)) => tensors.push((fill.own_name(name).to_owned(), view)),
                 Ok(None) => {}
                 Err(error) => {
-                    incomplete.entry((stars(&target.name), error)).or_default().push(&target.name);
+                    incomplete.entry((stars(name), error)).or_default().push(name);
                 }
             }
-            made.insert(target.name.as_str());
+            made.insert(name.as_str());
         }
         for ((_, reason), names) in incomplete {
             let problem = |group: NameGroup| Problem::File { file: group.counted(), reason: reason.clone() };
@@ -334,7 +334,7 @@ impl Inversion<'_> {
     /// target's dtype, which is then the one that most weights have.
     fn dtype(
         &self,
-        target: &Target,
+        name: &str,
         parts: &[(LeafPart, DType)],
         common: Option<DType>,
         kept: &mut BTreeSet<String>,
@@ -347,12 +347,12 @@ impl Inversion<'_> {
         if !own.is_some_and(DType::is_float) {
             return own;
         }
-        if let Some(rule) = self.options.casts.iter().find(|rule| rule.pattern.matches(&target.name)) {
+        if let Some(rule) = self.options.casts.iter().find(|rule| rule.pattern.matches(name)) {
             return rule.dtype.or(own);
         }
         let wanted = self.options.dtype;
-        if wanted.is_some_and(|dtype| own != Some(dtype) && self.model.keeps_f32(&target.name, dtype)) {
-            kept.insert(target.name.clone());
+        if wanted.is_some_and(|dtype| own != Some(dtype) && self.model.keeps_f32(name, dtype)) {
+            kept.insert(name.to_owned());
             return own;
         }
         wanted.or(own)
@@ -361,12 +361,12 @@ impl Inversion<'_> {
     /// A target, put together. `None` if the user allows that its leaves are missing.
     fn assembled(
         &self,
-        target: &Target,
+        shape: &Shape,
         parts: Vec<(LeafPart, DType)>,
         dtype: Option<DType>,
         fill: Option<TensorId>,
     ) -> Result<Option<View>, String> {
-        let fill = fill.filter(|id| self.checkpoint.tensor(*id).shape == target.shape.extents());
+        let fill = fill.filter(|id| self.checkpoint.tensor(*id).shape == shape.extents());
         let fill = fill.and_then(|id| self.values.view(id, None).ok());
         if parts.is_empty() && fill.is_none() {
             // Its missing leaves are reported already.
@@ -379,7 +379,7 @@ impl Inversion<'_> {
         let fill = fill.map(cast).transpose()?;
         let cast_part = |(part, _): (LeafPart, DType)| Ok((part.places, cast(part.view)?));
         let parts = parts.into_iter().map(cast_part).collect::<Result<Vec<(Vec<Places>, View)>, ViewError>>()?;
-        assemble(target.shape.extents(), 0, parts, fill.as_ref()).map(Some)
+        assemble(shape.extents(), 0, parts, fill.as_ref()).map(Some)
     }
 
     /// Adds what the layout leaves out from the repository that the user names. Whether there is such a repository.

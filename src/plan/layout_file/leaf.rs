@@ -178,7 +178,7 @@ impl LeafInProgress<'_> {
             let shape = leaf.shape.iter().find(|(of, _)| **of == **name).map(|(_, shape)| shape);
             if let Some(inverse) = self.scope.inverse {
                 let extents = shape.map_or_else(|| Ok(vec![Err(None)]), |shape| self.extents(shape))?;
-                let view = inverse.targets.borrow_mut().view(source, extents).map_err(rule(leaf.from.at))?;
+                let view = inverse.view(source, extents).map_err(rule(leaf.from.at))?;
                 sources.push((name.clone(), ExprValue::View(view)));
                 continue;
             }

@@ -92,7 +92,7 @@ use ckfs_config::DtypeChoice;
 use ckfs_tensor::DType;
 use serde::Deserialize;
 
-pub(super) use self::targets::{StoredNames, Target};
+pub(super) use self::targets::{StoredNames, Targets};
 use super::{
     draft::Draft,
     expr::{Expr, TextTemplate},

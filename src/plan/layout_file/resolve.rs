@@ -27,7 +27,7 @@ use super::{
     leaf::{LeafFailure, LeafInProgress, Misshapen, int, range_of},
     place::line,
     scope::{Bound, Local, Scope},
-    targets::{Inverse, StoredNames, Target, Targets},
+    targets::{Inverse, StoredNames, Targets},
 };
 
 impl LayoutFile {
@@ -64,13 +64,13 @@ impl LayoutFile {
         names: &StoredNames,
         mesh: &Mesh,
         set: &BTreeMap<String, String>,
-    ) -> Result<(Resolved, Vec<Target>), Vec<Problem>> {
+    ) -> Result<(Resolved, Targets), Vec<Problem>> {
         let inverse = Inverse { names, targets: RefCell::new(Targets::default()) };
         let scope = Scope::new(self, checkpoint, mesh, set, Some(&inverse));
         let values = Values::new(checkpoint, ValueRequest::default(), &[], None);
         let resolved = self.run(&scope, &values, Allowed::default())?;
         drop(scope);
-        Ok((resolved, inverse.targets.into_inner().list))
+        Ok((resolved, inverse.targets.into_inner()))
     }
 
     /// Resolves the layout in a scope.

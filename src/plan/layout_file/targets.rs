@@ -1,10 +1,13 @@
 //! What the inverse of a layout makes: the sources of its rules, as tensors that are still to be expressed by leaves.
 
-use std::{cell::RefCell, collections::HashMap};
+use std::cell::RefCell;
 
 use ckfs_tensor::{DType, Shape, SourceTensor, TensorId, View};
 
-use super::super::expr::EvalError;
+use super::super::{
+    expr::EvalError,
+    numbered::{Numbered, number_of},
+};
 
 /// The dtype of targets in the views of rules. A rule that leaves a result in f32 is known by the difference.
 const TARGET_DTYPE: DType = DType::BF16;
@@ -30,45 +33,25 @@ impl StoredNames {
     }
 }
 
-/// A tensor that the inverse makes.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Target {
-    /// Its name in the rules.
-    pub(crate) name: String,
-    /// Its shape by the rules.
-    pub(crate) shape: Shape,
-}
+/// The tensors that the inverse makes: their shapes by their names in the rules. In the views of rules the number of one is its id.
+pub(crate) type Targets = Numbered<String, Shape>;
 
-/// All of them, by number. In the views of rules the number is the tensor's id.
-#[derive(Debug, Default)]
-pub(crate) struct Targets {
-    pub(super) list: Vec<Target>,
-    by_name: HashMap<String, u32>,
-}
-
-impl Targets {
+impl Inverse<'_> {
     /// The target of a name as a rule sees it.
     ///
     /// # Errors
     /// An extent without a value, or another shape than a rule before gave.
-    pub(super) fn view(&mut self, name: String, extents: Vec<Result<u64, NoExtent>>) -> Result<View, EvalError> {
+    pub(super) fn view(&self, name: String, extents: Vec<Result<u64, NoExtent>>) -> Result<View, EvalError> {
         let no_shape = || EvalError::new(format!("the rule does not give the shape of {name}"), "");
         let extents = extents.into_iter().collect::<Result<Vec<u64>, _>>();
         let extents = extents.map_err(|error| error.unwrap_or_else(no_shape))?;
         let shape = Shape::try_new(&extents)?;
-        let number = if let Some(number) = self.by_name.get(&name) {
-            let known = &self.list[*number as usize].shape;
-            if *known != shape {
-                let text = format!("shape: expected one shape for a tensor, found {known} and {shape} for {name}");
-                return Err(EvalError::new(text, "shape"));
-            }
-            *number
-        } else {
-            let number = u32::try_from(self.list.len()).map_err(|_| EvalError::range("targets"))?;
-            self.list.push(Target { name: name.clone(), shape: shape.clone() });
-            self.by_name.insert(name, number);
-            number
-        };
+        let mut targets = self.targets.borrow_mut();
+        if let Some(known) = targets.get(&name).filter(|known| **known != shape) {
+            let text = format!("shape: expected one shape for a tensor, found {known} and {shape} for {name}");
+            return Err(EvalError::new(text, "shape"));
+        }
+        let number = number_of(&mut targets, name, |_| shape.clone());
         Ok(View::source(SourceTensor { id: TensorId(number), dtype: TARGET_DTYPE, shape }))
     }
 }

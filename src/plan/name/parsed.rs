@@ -6,11 +6,13 @@
 use std::collections::BTreeMap;
 
 use ckfs_checkpoint::Checkpoint;
-use hashbrown::HashMap;
 use rayon::prelude::*;
 
 use super::{
-    super::family::Family,
+    super::{
+        family::Family,
+        numbered::{Numbered, number_of},
+    },
     naming::{self, Around, Parsed, is_tower},
 };
 
@@ -46,27 +48,17 @@ pub(crate) struct ParsedNames<'a> {
     names: Vec<ParsedName>,
 }
 
-/// Names of a part of a checkpoint, and the numbers of their kinds.
+/// Names of a part of a checkpoint, and their kinds.
 #[derive(Default)]
 struct NamesPart<'a> {
-    /// Kinds in the order of their first names.
-    kinds: Vec<NameKind<'a>>,
-    numbers: HashMap<Around<'a>, u32>,
+    kinds: Numbered<Around<'a>, NameKind<'a>>,
     names: Vec<ParsedName>,
-}
-
-fn number(kinds: usize) -> u32 {
-    u32::try_from(kinds).expect("a table of tensors has fewer than 2^32 rows")
 }
 
 impl<'a> NamesPart<'a> {
     /// The number of a kind, of which there are `count` more.
     fn kind(&mut self, around: Around<'a>, count: u64, new: impl FnOnce() -> NameKind<'a>) -> u32 {
-        let next = number(self.kinds.len());
-        let kind = *self.numbers.entry(around).or_insert(next);
-        if kind == next {
-            self.kinds.push(NameKind { count: 0, ..new() });
-        }
+        let kind = number_of(&mut self.kinds, around, |_| NameKind { count: 0, ..new() });
         self.kinds[kind as usize].count += count;
         kind
     }
@@ -90,11 +82,11 @@ impl<'a> ParsedNames<'a> {
         let parts: Vec<NamesPart<'a>> = names.par_chunks(PARSED_TOGETHER).map(NamesPart::of).collect();
         let mut all = NamesPart { names: Vec::with_capacity(names.len()), ..NamesPart::default() };
         for part in parts {
-            let kinds = part.kinds.into_iter().map(|kind| all.kind(kind.around, kind.count, || kind));
+            let kinds = part.kinds.into_values().map(|kind| all.kind(kind.around, kind.count, || kind));
             let kinds: Vec<u32> = kinds.collect();
             all.names.extend(part.names.iter().map(|name| ParsedName { kind: kinds[name.kind as usize], ..*name }));
         }
-        Self { kinds: all.kinds, names: all.names }
+        Self { kinds: all.kinds.into_values().collect(), names: all.names }
     }
 
     /// The kinds, by number.

@@ -14,7 +14,11 @@ use hashbrown::{HashMap, HashSet};
 use smallvec::SmallVec;
 
 use super::{
-    super::{Plan, PlannedTensor, naming::group_name},
+    super::{
+        Plan, PlannedTensor,
+        naming::group_name,
+        numbered::{Numbered, number_of},
+    },
     amplification::Amplification,
     leaf::{ReadLeaf, for_each_leaf, for_each_leaf_of},
 };
@@ -26,17 +30,13 @@ impl Amplification {
     }
 
     fn count(checkpoint: &Checkpoint, plan: &Plan) -> Self {
-        let mut kinds: HashMap<HoldingKey<'_>, u32> = HashMap::new();
-        let mut firsts: Vec<&PlannedTensor> = Vec::new();
+        let mut kinds: Numbered<HoldingKey<'_>, &PlannedTensor> = Numbered::default();
         let mut tensors: Vec<(&PlannedTensor, u32)> = Vec::new();
         for tensor in plan.bundle() {
-            let kind =
-                *kinds.entry((tensor.spec, tensor.expert, tensor.stage, tensor.view.shape())).or_insert_with(|| {
-                    firsts.push(tensor);
-                    number(firsts.len() - 1)
-                });
-            tensors.push((tensor, kind));
+            let key = (tensor.spec, tensor.expert, tensor.stage, tensor.view.shape());
+            tensors.push((tensor, number_of(&mut kinds, key, |_| tensor)));
         }
+        let firsts: Vec<&PlannedTensor> = kinds.into_values().collect();
         let classes = Classes::new(plan, &firsts);
         let mut walk = Walk::default();
         let holdings: Vec<u32> = firsts.iter().map(|tensor| walk.holding(plan, tensor, &classes)).collect();
@@ -73,41 +73,27 @@ impl Classes {
         let mut of_device = vec![0; plan.devices.len()];
         let mut first: Vec<u64> = plan.devices.first().copied().into_iter().collect();
         for tensor in kinds {
-            first.clear();
-            let mut known: HashMap<(u32, Region), u32> = HashMap::new();
+            let mut known: Numbered<(u32, Region), u64> = Numbered::default();
             for (class, device) in of_device.iter_mut().zip(&plan.devices) {
-                let next = number(known.len());
-                *class = *known.entry((*class, plan.region(tensor, *device))).or_insert_with(|| {
-                    first.push(*device);
-                    next
-                });
+                *class = number_of(&mut known, (*class, plan.region(tensor, *device)), |_| *device);
             }
+            first = known.into_values().collect();
         }
         Self { of_device, first }
     }
 }
 
-/// The parts of a tensor that the classes hold.
-#[derive(Debug)]
-struct Holding {
-    /// By class.
-    regions: Vec<Region>,
-    /// By axis, the indices at which regions begin or end, ascending.
-    borders: Vec<Vec<u64>>,
-}
-
-impl Holding {
-    fn new(regions: Vec<Region>) -> Self {
-        let rank = regions.first().map_or(0, |region| region.shape().rank());
-        let borders = (0..rank).map(|axis| {
-            let ends = |region: &Region| range(region, axis).map_or([0, 0], |range| [range.start, range.end]);
-            let mut borders: Vec<u64> = regions.iter().flat_map(ends).collect();
-            borders.sort_unstable();
-            borders.dedup();
-            borders
-        });
-        Self { borders: borders.collect(), regions }
-    }
+/// By axis, the indices at which regions begin or end, ascending.
+fn borders(regions: &[Region]) -> Vec<Vec<u64>> {
+    let rank = regions.first().map_or(0, |region| region.shape().rank());
+    let borders = (0..rank).map(|axis| {
+        let ends = |region: &Region| range(region, axis).map_or([0, 0], |range| [range.start, range.end]);
+        let mut borders: Vec<u64> = regions.iter().flat_map(ends).collect();
+        borders.sort_unstable();
+        borders.dedup();
+        borders
+    });
+    borders.collect()
 }
 
 fn range(region: &Region, axis: usize) -> Option<Range<u64>> {
@@ -132,6 +118,9 @@ struct LeafReads {
     parts: Vec<Vec<Vec<ByteRuns>>>,
 }
 
+/// By leaf, holding and position.
+type LeavesReads = Numbered<(u32, u32, LeafPosition), LeafReads>;
+
 /// The number of a [`LeafReads`], and the number of a source in its leaf.
 type Use = (u32, u32);
 
@@ -145,14 +134,11 @@ struct Reading {
 
 #[derive(Debug, Default)]
 struct Walk {
-    holdings: Vec<Holding>,
-    /// By regions of the classes.
-    holding_of: HashMap<Vec<Region>, u32>,
+    /// The regions of the classes in a tensor, and their [`borders`].
+    holdings: Numbered<Vec<Region>, Vec<Vec<u64>>>,
     /// By expression.
     leaves: HashMap<Vec<u64>, u32>,
-    leaf_reads: Vec<LeafReads>,
-    /// By leaf, holding and position.
-    number_of: HashMap<(u32, u32, LeafPosition), u32>,
+    leaf_reads: LeavesReads,
     readings: Vec<Reading>,
     expression: Expression,
 }
@@ -161,11 +147,7 @@ impl Walk {
     /// The holding of a tensor; the same for most experts.
     fn holding(&mut self, plan: &Plan, tensor: &PlannedTensor, classes: &Classes) -> u32 {
         let regions: Vec<Region> = classes.first.iter().map(|device| plan.region(tensor, *device)).collect();
-        let next = number(self.holdings.len());
-        *self.holding_of.entry(regions).or_insert_with_key(|regions| {
-            self.holdings.push(Holding::new(regions.clone()));
-            next
-        })
+        number_of(&mut self.holdings, regions, |regions| borders(regions))
     }
 
     fn tensor(&mut self, view: &View, holding: u32, group: u32) {
@@ -182,7 +164,7 @@ impl Walk {
             return true;
         }
         let ReadLeaf { view, axes, at } = leaf;
-        let borders = &self.holdings[holding as usize].borders;
+        let borders = &self.holdings[holding as usize];
         let below = |axis: usize, index: u64| borders[axis].partition_point(|border| *border <= index);
         let fixed = at.iter().map(|(axis, index)| (*axis, below(*axis, *index))).collect();
         self.leaf(view, LeafPosition { axes, fixed }, holding, group);
@@ -193,10 +175,10 @@ impl Walk {
         self.expression.read(view);
         let next = number(self.leaves.len());
         let leaf = *self.leaves.entry_ref(&self.expression.words[..]).or_insert(next);
-        let at = *self.number_of.entry((leaf, holding, place)).or_insert_with_key(|(_, _, place)| {
-            let (holding, sources) = (&self.holdings[holding as usize], &self.expression.sources);
-            self.leaf_reads.push(reads_of_leaf(view, place, holding, sources));
-            number(self.leaf_reads.len() - 1)
+        let (holdings, sources) = (&self.holdings, &self.expression.sources);
+        let at = number_of(&mut self.leaf_reads, (leaf, holding, place), |(_, _, place)| {
+            let (regions, borders) = holdings.get_index(holding as usize).expect("it was given this number");
+            reads_of_leaf(view, place, (regions, borders), sources)
         });
         let of_source = |(source, ordinal): (&TensorId, &u32)| Reading { source: *source, of: (at, *ordinal), group };
         self.readings.extend(self.expression.sources.iter().map(of_source));
@@ -259,18 +241,18 @@ impl Uses {
     }
 
     /// By class, the part that it holds of each use.
-    fn parts(&self, leaf_reads: &[LeafReads]) -> impl Iterator<Item = SmallVec<[u32; 1]>> {
+    fn parts(&self, leaf_reads: &LeavesReads) -> impl Iterator<Item = SmallVec<[u32; 1]>> {
         let classes = self.uses.first().map_or(0, |(at, _)| leaf_reads[*at as usize].part_of.len());
         (0..classes).map(|class| self.uses.iter().map(|(at, _)| leaf_reads[*at as usize].part_of[class]).collect())
     }
 
-    fn runs<'a>(&self, leaf_reads: &'a [LeafReads], parts: &[u32]) -> impl Iterator<Item = &'a ByteRuns> {
+    fn runs<'a>(&self, leaf_reads: &'a LeavesReads, parts: &[u32]) -> impl Iterator<Item = &'a ByteRuns> {
         self.uses.iter().zip(parts).flat_map(|((at, ordinal), part)| {
             leaf_reads[*at as usize].parts[*part as usize].get(*ordinal as usize).into_iter().flatten()
         })
     }
 
-    fn by_class(&self, leaf_reads: &[LeafReads]) -> Vec<Reads> {
+    fn by_class(&self, leaf_reads: &LeavesReads) -> Vec<Reads> {
         let mut known: HashMap<SmallVec<[u32; 1]>, Reads> = HashMap::new();
         let mut of_parts = |parts: SmallVec<[u32; 1]>| {
             let of = |parts: &SmallVec<[u32; 1]>| self.runs(leaf_reads, parts).cloned().collect();
@@ -279,7 +261,7 @@ impl Uses {
         self.parts(leaf_reads).map(&mut of_parts).collect()
     }
 
-    fn union(&self, leaf_reads: &[LeafReads]) -> Reads {
+    fn union(&self, leaf_reads: &LeavesReads) -> Reads {
         let distinct: HashSet<SmallVec<[u32; 1]>> = self.parts(leaf_reads).collect();
         let runs = distinct.iter().flat_map(|parts| self.runs(leaf_reads, parts)).cloned().collect();
         reads(runs, &self.place, page_bytes())
@@ -287,12 +269,17 @@ impl Uses {
 }
 
 /// The reads of the classes for one leaf.
-fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: &HashMap<TensorId, u32>) -> LeafReads {
+fn reads_of_leaf(
+    view: &View,
+    place: &LeafPosition,
+    (regions, borders): (&[Region], &[Vec<u64>]),
+    sources: &HashMap<TensorId, u32>,
+) -> LeafReads {
     let mut parts = vec![Vec::new()];
     let mut known: HashMap<Region, u32> = HashMap::new();
     let mut part = |held: &Region| {
         for (axis, below) in &place.fixed {
-            let at = holding.borders[*axis].get(below.checked_sub(1)?)?;
+            let at = borders[*axis].get(below.checked_sub(1)?)?;
             range(held, *axis).filter(|range| range.contains(at))?;
         }
         let ranges: Option<SmallVec<[Range<u64>; 4]>> = place.axes.iter().map(|axis| range(held, *axis)).collect();
@@ -316,7 +303,7 @@ fn reads_of_leaf(view: &View, place: &LeafPosition, holding: &Holding, sources: 
         known.insert(region, part);
         Some(part)
     };
-    let part_of = holding.regions.iter().map(|region| part(region).unwrap_or(0)).collect();
+    let part_of = regions.iter().map(|region| part(region).unwrap_or(0)).collect();
     LeafReads { part_of, parts }
 }
 

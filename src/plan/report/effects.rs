@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use ckfs_tensor::{DType, Shape};
 use serde::Serialize;
 
-use super::super::{AxisUse, Plan, PlannedTensor, Spec, axis_use, naming::group_name};
+use super::super::{AxisUse, Plan, PlannedTensor, Spec, axis_use, naming::group_name, numbered::Numbered};
 
 /// Bytes of bundled tensors that each listed device holds.
 pub fn bytes_per_device(plan: &Plan) -> Vec<u64> {
@@ -110,17 +110,13 @@ impl<'a> TensorGroup<'a> {
 
 /// The groups of a plan, in the order of their first tensors.
 pub(super) fn groups(plan: &Plan) -> Vec<TensorGroup<'_>> {
-    let mut places: HashMap<(String, DType, &Shape, &Spec), usize> = HashMap::new();
-    let mut groups: Vec<TensorGroup<'_>> = Vec::new();
+    let mut groups: Numbered<(String, DType, &Shape, &Spec), TensorGroup<'_>> = Numbered::default();
     for tensor in plan.bundle() {
         let name = group_name(&tensor.name);
         let key = (name.clone(), tensor.view.dtype(), tensor.view.shape(), plan.spec(tensor));
-        let place = *places.entry(key).or_insert_with(|| {
-            groups.push(TensorGroup { name, members: Vec::new(), bytes: 0 });
-            groups.len() - 1
-        });
-        groups[place].members.push(tensor);
-        groups[place].bytes += tensor.bytes();
+        let group = groups.entry(key).or_insert_with(|| TensorGroup { name, members: Vec::new(), bytes: 0 });
+        group.members.push(tensor);
+        group.bytes += tensor.bytes();
     }
-    groups
+    groups.into_values().collect()
 }

@@ -11,7 +11,12 @@ use ckfs_tensor::{ByteRuns, Region, TensorId};
 use serde_json::{Value, json};
 
 use super::budget::PageBudget;
-use crate::{leaf::ReadLeaf, needed::runs_of, page_reads::Expression};
+use crate::{
+    leaf::ReadLeaf,
+    needed::runs_of,
+    numbered::{Numbered, NumberedSet},
+    page_reads::Expression,
+};
 
 /// Sets of runs of one source that a page lists. A count stands for the others.
 const RUNS_SHOWN: usize = 4;
@@ -24,13 +29,12 @@ type Kind = (Vec<u64>, Vec<u64>);
 /// What regions of leaves read. Equal reads are stored once.
 pub(super) struct Patterns<'a> {
     checkpoint: &'a Checkpoint,
-    kinds: HashMap<Kind, usize>,
+    kinds: NumberedSet<Kind>,
     known: HashMap<(usize, Vec<Range<u64>>), Option<usize>>,
-    numbers: HashMap<String, usize>,
     budget: PageBudget,
     expression: Expression,
     /// By number, per source `[number in the leaf, bytes, first, end, runs, number of further sets of runs]`.
-    pub(super) listed: Vec<Value>,
+    pub(super) listed: Numbered<String, Value>,
 }
 
 /// The stored tensors that a leaf reads, each once.
@@ -46,16 +50,15 @@ pub(super) fn sources_of(leaf: &ReadLeaf<'_>) -> Vec<TensorId> {
 
 impl<'a> Patterns<'a> {
     pub(super) fn new(checkpoint: &'a Checkpoint, budget: PageBudget) -> Self {
-        let (kinds, known, numbers) = (HashMap::new(), HashMap::new(), HashMap::new());
-        Self { checkpoint, kinds, known, numbers, budget, expression: Expression::default(), listed: Vec::new() }
+        let (kinds, known, listed) = (NumberedSet::default(), HashMap::new(), Numbered::default());
+        Self { checkpoint, kinds, known, budget, expression: Expression::default(), listed }
     }
 
     /// The kind of a leaf.
     pub(super) fn kind(&mut self, leaf: &ReadLeaf<'_>, sources: &[TensorId]) -> usize {
         self.expression.read(leaf.view);
         let operands = sources.iter().map(|id| self.checkpoint.tensor(*id).bytes()).collect();
-        let next = self.kinds.len();
-        *self.kinds.entry((self.expression.words.clone(), operands)).or_insert(next)
+        self.kinds.insert_full((self.expression.words.clone(), operands)).0
     }
 
     /// The number of what a region of a leaf of this kind reads. `None` if the page has no room for it.
@@ -77,14 +80,9 @@ impl<'a> Patterns<'a> {
         }
         let pattern = region.as_ref().map_or_else(|| json!([]), |region| pattern(leaf, sources, region));
         let text = pattern.to_string();
-        let number = match self.numbers.get(&text) {
-            Some(number) => Some(*number),
-            None if self.budget.take(&pattern) => {
-                self.listed.push(pattern);
-                self.numbers.insert(text, self.listed.len() - 1);
-                Some(self.listed.len() - 1)
-            }
-            None => None,
+        let number = match self.listed.get_index_of(&text) {
+            None if self.budget.take(&pattern) => Some(self.listed.insert_full(text, pattern).0),
+            known => known,
         };
         if region.is_some() {
             self.known.insert(key, number);

@@ -9,7 +9,11 @@ use ckfs_tensor::Region;
 use serde_json::{Value, json};
 
 use super::{super::effects::TensorGroup, budget::PageBudget};
-use crate::{Plan, PlannedTensor, leaf::ReadLeaf};
+use crate::{
+    Plan, PlannedTensor,
+    leaf::ReadLeaf,
+    numbered::{Numbered, NumberedSet},
+};
 
 /// The parts of the tensors of a group.
 #[derive(Clone, Debug)]
@@ -58,18 +62,16 @@ pub(super) struct Cuts<'a> {
     /// The devices that the page shows.
     devices: &'a [u64],
     known: HashMap<Key, Option<Cut>>,
-    maps: HashMap<String, usize>,
     budget: PageBudget,
     /// By number, the parts as `[map, [tensors held, [first, last expert] or 0, [start, length] per axis …], …]`.
     pub(super) listed: Vec<Value>,
     /// By device, the number of its part, as pairs of number and repetitions.
-    pub(super) device_maps: Vec<Value>,
+    pub(super) device_maps: Numbered<String, Value>,
 }
 
 impl<'a> Cuts<'a> {
     pub(super) fn new(plan: &'a Plan, devices: &'a [u64], budget: PageBudget) -> Self {
-        let (known, maps) = (HashMap::new(), HashMap::new());
-        Self { plan, devices, known, maps, budget, listed: Vec::new(), device_maps: Vec::new() }
+        Self { plan, devices, known: HashMap::new(), budget, listed: Vec::new(), device_maps: Numbered::default() }
     }
 
     /// The cut of a group. `None` if the page has no room for it.
@@ -91,8 +93,7 @@ impl<'a> Cuts<'a> {
     }
 
     fn make(&mut self, experts: &BTreeMap<Option<(u64, u64)>, (u64, &PlannedTensor)>) -> Option<Cut> {
-        let mut numbers: HashMap<CutPart, usize> = HashMap::new();
-        let mut parts: Vec<CutPart> = Vec::new();
+        let mut parts: NumberedSet<CutPart> = NumberedSet::default();
         let mut of_device: Vec<usize> = Vec::new();
         for device in self.devices {
             let mut part: Option<CutPart> = None;
@@ -109,17 +110,11 @@ impl<'a> Cuts<'a> {
                     _ => part = Some(CutPart { held: *count, experts: number, region }),
                 }
             }
-            let part = part?;
-            let next = parts.len();
-            let number = *numbers.entry(part.clone()).or_insert(next);
-            if number == next {
-                parts.push(part);
-            }
-            of_device.push(number);
+            of_device.push(parts.insert_full(part?).0);
         }
         let map = repeated(&of_device);
         let text = map.to_string();
-        let map_number = self.maps.get(&text).copied().unwrap_or(self.device_maps.len());
+        let map_number = self.device_maps.get_index_of(&text).unwrap_or(self.device_maps.len());
         let value: Vec<Value> = std::iter::once(json!(map_number)).chain(parts.iter().map(part_json)).collect();
         let value = Value::from(value);
         if !self.budget.take(&value) {
@@ -129,11 +124,10 @@ impl<'a> Cuts<'a> {
             if !self.budget.take(&map) {
                 return None;
             }
-            self.maps.insert(text, map_number);
-            self.device_maps.push(map);
+            self.device_maps.insert(text, map);
         }
         self.listed.push(value);
-        Some(Cut { number: self.listed.len() - 1, parts })
+        Some(Cut { number: self.listed.len() - 1, parts: parts.into_iter().collect() })
     }
 }
 

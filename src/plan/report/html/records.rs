@@ -17,6 +17,7 @@ use crate::{
     amplification::Amplification,
     leaf::{ReadLeaf, for_each_leaf},
     name_group,
+    numbered::Numbered,
 };
 
 /// Rows of a view.
@@ -87,8 +88,8 @@ pub(super) fn records(
     json!({
         "rows": made.into_values().collect::<Vec<_>>(),
         "cuts": maker.cuts.listed,
-        "device_maps": maker.cuts.device_maps,
-        "patterns": maker.patterns.listed,
+        "device_maps": maker.cuts.device_maps.into_values().collect::<Vec<_>>(),
+        "patterns": maker.patterns.listed.into_values().collect::<Vec<_>>(),
         "folded": {
             "groups": folded, "tensors": tensors, "bytes": bytes, "without_cut": without_cut, "without_bytes": without_bytes,
         },
@@ -149,17 +150,13 @@ impl Maker<'_> {
     /// The first leaves of a group: their sources, and what each part reads of these.
     fn leaves(&mut self, group: &TensorGroup<'_>, cut: &Cut) -> Option<[(&'static str, Value); 3]> {
         let (shown, count) = choose(group, cut);
-        let mut kinds: BTreeMap<usize, usize> = BTreeMap::new();
-        let (mut reads, mut rows) = (Vec::new(), Vec::new());
+        let (mut reads, mut rows) = (Numbered::default(), Vec::new());
         for (member, leaf) in &shown {
             let sources = sources_of(leaf);
             let kind = self.patterns.kind(leaf, &sources);
-            let number = if let Some(number) = kinds.get(&kind) {
-                *number
-            } else {
-                reads.push(self.reads_of(cut, kind, leaf, &sources)?);
-                kinds.insert(kind, reads.len() - 1);
-                reads.len() - 1
+            let number = match reads.get_index_of(&kind) {
+                Some(number) => number,
+                None => reads.insert_full(kind, self.reads_of(cut, kind, leaf, &sources)?).0,
             };
             let listed = sources.iter().take(SOURCES_SHOWN);
             let listed: Value = listed.map(|id| source_json(self.checkpoint, self.files, *id)).collect();
@@ -172,7 +169,8 @@ impl Maker<'_> {
             rows.push(row);
         }
         let more = count.saturating_sub(rows.len() as u64);
-        (!rows.is_empty()).then(|| [("reads_of", reads.into()), ("leaves", rows.into()), ("more_leaves", more.into())])
+        let reads: Value = reads.into_values().collect();
+        (!rows.is_empty()).then(|| [("reads_of", reads), ("leaves", rows.into()), ("more_leaves", more.into())])
     }
 
     /// What each part reads of a leaf of this kind, as pairs of number and repetitions.
