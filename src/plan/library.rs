@@ -66,6 +66,11 @@ pub(super) fn embedded_table<T: DeserializeOwned>(text: &str) -> T {
     toml::from_str(text).expect("the table is in the program, and a test reads it")
 }
 
+/// The rows of a table of the program that is one array of tables.
+pub(super) fn embedded_rows<T: DeserializeOwned>(text: &str) -> Vec<T> {
+    embedded_table::<BTreeMap<String, Vec<T>>>(text).into_values().flatten().collect()
+}
+
 static TABLE: LazyLock<Table> = LazyLock::new(|| embedded_table(include_str!("library/transformers.toml")));
 
 static OTHERS: LazyLock<Others> = LazyLock::new(|| embedded_table(include_str!("library/others.toml")));

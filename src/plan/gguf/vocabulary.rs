@@ -10,7 +10,7 @@ use ckfs_format::gguf::{GgufPairs, GgufValue, sentence_pieces};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{super::library::embedded_table, hparams::Hparams};
+use super::{super::library::embedded_rows, hparams::Hparams};
 
 /// Longest text.
 const BYTES_MAX: u64 = 256 << 20;
@@ -87,11 +87,6 @@ const SPECIAL: [(&str, &str); 7] = [
 pub(super) const PRE: &str = "pre";
 
 #[derive(Debug, Deserialize)]
-struct PreTokenizers {
-    pre: Vec<PreTokenizer>,
-}
-
-#[derive(Debug, Deserialize)]
 struct PreTokenizer {
     name: String,
     /// Types of models, if others with the same steps have another name.
@@ -102,7 +97,8 @@ struct PreTokenizer {
     steps: Vec<String>,
 }
 
-static PRE_TOKENIZERS: LazyLock<PreTokenizers> = LazyLock::new(|| embedded_table(include_str!("pre_tokenizers.toml")));
+static PRE_TOKENIZERS: LazyLock<Vec<PreTokenizer>> =
+    LazyLock::new(|| embedded_rows(include_str!("pre_tokenizers.toml")));
 
 /// Text, kind and score of each token.
 type Tokens = Vec<(String, i32, f32)>;
@@ -369,7 +365,7 @@ impl<'a> Tokenizer<'a> {
             let is_type = row.model_types.is_empty() || row.model_types.iter().any(|of| of == self.model_type);
             row.steps == steps && is_type && row.adds_bos.is_none_or(|adds| adds == adds_bos)
         };
-        let found = PRE_TOKENIZERS.pre.iter().find(is_of).map(|row| row.name.clone());
+        let found = PRE_TOKENIZERS.iter().find(is_of).map(|row| row.name.clone());
         found.ok_or_else(|| {
             format!(
                 "tokenizer.json: no name of llama.cpp is known for a pre-tokenizer with the steps {steps:?}: --set {PRE}=NAME \

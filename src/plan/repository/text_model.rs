@@ -11,19 +11,14 @@ use ckfs_checkpoint::Checkpoint;
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
 
-use super::super::library::embedded_table;
+use super::super::library::{embedded_rows, embedded_table};
 
 /// Classes by `model_type` of the whole model, and then by that of the nested configuration.
 type Classes = BTreeMap<String, BTreeMap<String, String>>;
 
 static CLASSES: LazyLock<Classes> = LazyLock::new(|| embedded_table(include_str!("text_models.toml")));
 
-/// The rows of `parts.toml`.
-#[derive(Deserialize)]
-struct Parts {
-    part: Vec<PartRow>,
-}
-
+/// A row of `parts.toml`.
 #[derive(Deserialize)]
 struct PartRow {
     model_types: Vec<String>,
@@ -36,12 +31,12 @@ struct PartRow {
     config: PartConfig,
 }
 
-static PARTS: LazyLock<Parts> = LazyLock::new(|| embedded_table(include_str!("parts.toml")));
+static PARTS: LazyLock<Vec<PartRow>> = LazyLock::new(|| embedded_rows(include_str!("parts.toml")));
 
 /// The parts but the text model of a repository that are models by themselves, with their words.
 pub(crate) fn parts(checkpoint: &Checkpoint) -> impl Iterator<Item = (&'static str, TextModel)> {
     let whole = checkpoint.dialect().model_type.as_deref();
-    let rows = PARTS.part.iter().filter(move |row| row.model_types.iter().any(|of| Some(of.as_str()) == whole));
+    let rows = PARTS.iter().filter(move |row| row.model_types.iter().any(|of| Some(of.as_str()) == whole));
     let there =
         rows.filter(|row| row.names.keys().any(|prefix| checkpoint.table().with_prefix(prefix).next().is_some()));
     let is_of_type = |row: &&PartRow| {

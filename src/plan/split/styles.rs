@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, sync::LazyLock};
 use ckfs_checkpoint::Checkpoint;
 use serde::Deserialize;
 
-use super::super::library::embedded_table;
+use super::super::library::embedded_rows;
 
 /// What transformers does with a module. The names are its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
@@ -48,14 +48,9 @@ pub(crate) struct ModelPlan {
     layer: BTreeMap<String, Styles>,
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PlanFile {
-    plan: Vec<ModelPlan>,
-}
-
 /// All plans.
-static PLANS: LazyLock<PlanFile> = LazyLock::new(|| embedded_table(include_str!("../library/tensor_parallel.toml")));
+static PLANS: LazyLock<Vec<ModelPlan>> =
+    LazyLock::new(|| embedded_rows(include_str!("../library/tensor_parallel.toml")));
 
 impl ModelPlan {
     /// The blocks of a layer, by the module that holds them.
@@ -88,7 +83,7 @@ impl ModelPlans {
     /// The plans for the model types in `config.json`.
     pub(crate) fn of(checkpoint: &Checkpoint) -> Self {
         let dialect = checkpoint.dialect();
-        let find = |of: &str| PLANS.plan.iter().find(|plan| plan.model_types.iter().any(|known| known == of));
+        let find = |of: &str| PLANS.iter().find(|plan| plan.model_types.iter().any(|known| known == of));
         let text = dialect.text_model_type.iter().chain(&dialect.model_type);
         let members = checkpoint.config().and_then(serde_json::Value::as_object).into_iter().flatten();
         let towers = members.filter(|(key, _)| dialect.text_config.as_deref() != Some(key.as_str()));
@@ -107,7 +102,7 @@ mod tests {
     #[test]
     fn each_model_type_has_one_plan_and_each_block_is_closed() {
         let mut seen = Vec::new();
-        for plan in &PLANS.plan {
+        for plan in &*PLANS {
             for model_type in &plan.model_types {
                 assert!(!seen.contains(model_type), "{model_type} is there twice");
                 seen.push(model_type.clone());
@@ -125,7 +120,7 @@ mod tests {
 
     #[test]
     fn modules_outside_the_layers_are_found_under_any_prefix() {
-        let plan = PLANS.plan.iter().find(|plan| plan.model_types.iter().any(|name| name == "gpt_neox")).unwrap();
+        let plan = PLANS.iter().find(|plan| plan.model_types.iter().any(|name| name == "gpt_neox")).unwrap();
         assert_eq!(plan.top("gpt_neox.embed_in"), Some(Style::EmbeddingRowwise));
         assert_eq!(plan.top("embed_in"), Some(Style::EmbeddingRowwise));
         assert_eq!(plan.top("my_embed_in"), None);
