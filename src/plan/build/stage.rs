@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use ckfs_checkpoint::{Adapter, Checkpoint, Container, OwnHead};
+use ckfs_config::value::SettingValue;
 use ckfs_tensor::TensorId;
 
 use super::super::{
@@ -166,12 +167,7 @@ impl<'a> Builder<'a> {
     /// The user's word on the axes of fused experts.
     fn order_of_experts(&self) -> Result<Option<Order>, PlanError> {
         let Some(word) = self.options.set.get(PARAMETER) else { return Ok(None) };
-        let order = Order::of_word(word).ok_or_else(|| {
-            let (one, other) = (Order::OutIn.word(), Order::InOut.word());
-            let reason = format!("{PARAMETER}={word}: expected {one} or {other}");
-            Problem::File { file: "set".to_owned(), reason }
-        });
-        Ok(Some(order?))
+        Order::from_word(word).map(Some).map_err(|reason| PlanError::of("set", vec![reason]))
     }
 }
 

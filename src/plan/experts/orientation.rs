@@ -4,6 +4,8 @@
 //! shows it, as `config.json` says how long the hidden axis is. A square one does not: it is read as the others of the model
 //! are, and where the program that the model is made for would read it otherwise, the user decides.
 
+use ckfs_config::value::Choice;
+
 use super::spelling::Projection;
 
 /// The order of the last two axes of fused experts.
@@ -18,19 +20,9 @@ pub(crate) enum Order {
 /// Name of the parameter that decides the order.
 pub(crate) const PARAMETER: &str = "experts_order";
 
-impl Order {
-    /// The value of the parameter.
-    pub(crate) const fn word(self) -> &'static str {
-        match self {
-            Self::OutIn => "out_in",
-            Self::InOut => "in_out",
-        }
-    }
-
-    /// The order of a value of the parameter.
-    pub(crate) fn of_word(word: &str) -> Option<Self> {
-        [Self::OutIn, Self::InOut].into_iter().find(|order| order.word() == word)
-    }
+impl Choice for Order {
+    const WHAT: &'static str = PARAMETER;
+    const WORDS: &'static [(&'static str, Self)] = &[("out_in", Self::OutIn), ("in_out", Self::InOut)];
 }
 
 /// The orders that the last two extents of fused experts may have, where the model has `hidden` elements on its hidden axis: both if
