@@ -35,14 +35,13 @@ use self::{
 };
 use super::{
     DecodedScheme, Draft, Family, Layout, LayoutFile, LogicalRules, MergedAdapter, NameGroup, Pattern, Plan, PlanError,
-    Problem, Rename, Sharding, Tied, ViewOptions, Whole, canonical,
+    Problem, Sharding, Tied, ViewOptions, Whole, canonical,
     draft::Roles,
     embedded::FAMILY,
     expect::{self, Findings},
     experts::{self, orientation::PARAMETER},
     gguf, hf,
     inverse::{self, Inverted},
-    layout_file,
     library::Model,
     lora, merge, modules,
     name_group::fold,
@@ -79,17 +78,17 @@ impl Plan {
         if plan.quantized.is_none() {
             plan.warnings.extend(narrow::warning(checkpoint, &plan.tensors));
         }
-        if let Some(rename) = options.unwrapping(checkpoint) {
-            plan.warnings.push(format!(
-                "names are shown without what wraps the model, which matches '{}': --source-rename replaces this",
-                rename.pattern()
-            ));
-        }
-        if let Some(rename) = options.respelling(checkpoint) {
-            plan.warnings.push(format!(
-                "the layers whose names match '{}' are shown under the names of the model's releases: --source-rename replaces this",
-                rename.pattern()
-            ));
+        for (rename, before, after) in [
+            (options.unwrapping(checkpoint), "names are shown without what wraps the model, which matches", ""),
+            (
+                options.respelling(checkpoint),
+                "the layers whose names match",
+                " are shown under the names of the model's releases",
+            ),
+        ] {
+            let warning =
+                rename.map(|rename| format!("{before} '{}'{after}: --source-rename replaces this", rename.pattern()));
+            plan.warnings.extend(warning);
         }
         if checkpoint.fill().next().is_some() && !is_filled(checkpoint, &plan) {
             plan.warnings.push(
@@ -152,17 +151,8 @@ fn idle_flags(checkpoint: &Checkpoint, options: &ViewOptions) -> Vec<String> {
         (subset.renumber && !selects, "--renumber changes nothing: --layers leaves none out"),
     ];
     let renames =
-        idle_renames("source_rename", &subset.source_renames, || checkpoint.tensors().map(|(_, info)| info.name));
+        rename::idle("source_rename", &subset.source_renames, || checkpoint.tensors().map(|(_, info)| info.name));
     rows.into_iter().filter(|(is_idle, _)| *is_idle).map(|(_, text)| text.to_owned()).chain(renames).collect()
-}
-
-fn idle_renames<'n, I: Iterator<Item = &'n str>>(
-    setting: &str,
-    rules: &[Rename],
-    names: impl Fn() -> I,
-) -> Vec<String> {
-    let idle = rename::idle(rules, names).into_iter();
-    idle.map(|rule| format!("{setting}: {:?} changes no name", rule.pattern())).collect()
 }
 
 /// Whether any tensor is made from the repository that fills what the checkpoint lacks.
@@ -357,8 +347,7 @@ impl<'a> Builder<'a> {
         values: &Values<'_>,
     ) -> Vec<Draft> {
         let options = self.options;
-        let (missing, unmapped) = (options.allow_missing.clone(), options.allow_unmapped.clone());
-        let allowed = layout_file::Allowed { missing, unmapped };
+        let allowed = [&options.allow_missing, &options.allow_unmapped];
         self.plan.family = Some(file.name.clone());
         let stored = matches!(options.layout, Layout::File(_)).then(|| wanted.part());
         let resolved = match file.resolve((wanted.seen(), stored), values, &options.mesh, &chosen.set, allowed) {
@@ -370,12 +359,6 @@ impl<'a> Builder<'a> {
                 return Vec::new();
             }
         };
-        if !resolved.verified {
-            let name = &file.name;
-            self.plan
-                .warnings
-                .push(format!("layout {name} has not been compared here with the program that it imitates"));
-        }
         self.plan.warnings.extend(resolved.warnings);
         self.plan.params = resolved.params;
         self.plan.left_out.extend(resolved.left_out);
@@ -519,7 +502,7 @@ impl<'a> Builder<'a> {
             lora::rename(&mut drafts, adapter, own, allowed, &mut self.problems, &mut self.plan.warnings);
         }
         let names = || drafts.iter().map(|draft| draft.name.as_str());
-        self.plan.warnings.extend(idle_renames("rename", &options.renames, names));
+        self.plan.warnings.extend(rename::idle("rename", &options.renames, names));
         names::rename(&mut drafts, &options.renames, chosen.flat, &mut self.problems);
         drafts
     }

@@ -230,10 +230,6 @@ impl Inversion<'_> {
         let filled = self.filled(&fill, &made, &mut tensors);
         let resolved = &self.reading.resolved;
         let mut warnings = resolved.warnings.clone();
-        if !resolved.verified {
-            let name = &self.reading.file.name;
-            warnings.push(format!("layout {name} has not been compared here with the program that it imitates"));
-        }
         let text = self.reading.file.text_model.as_ref();
         let is_requested = self.options.subset.text_only;
         let is_text = self.checkpoint.dialect().text_config.is_some() && (!filled || is_requested);

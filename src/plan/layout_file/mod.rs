@@ -305,8 +305,6 @@ pub struct Resolved {
     pub drafts: Vec<Draft>,
     /// The parameters and their values, as text.
     pub params: Vec<(String, String)>,
-    /// Whether the result has been compared with that of the imitated program, according to the file.
-    pub verified: bool,
     /// Names that rules leave out on purpose.
     pub left_out: Vec<NameGroup>,
     /// For the inverse of a layout: patterns of the names that rules leave out.
@@ -315,15 +313,6 @@ pub struct Resolved {
     pub copies: Vec<String>,
     /// Remarks that are not errors.
     pub warnings: Vec<String>,
-}
-
-/// Deviations from the layout that the user accepts.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Allowed {
-    /// Leaves whose sources are missing are left out.
-    pub missing: super::Allow,
-    /// Tensors that no rule names are left out.
-    pub unmapped: super::Allow,
 }
 
 impl LayoutFile {

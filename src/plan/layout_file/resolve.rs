@@ -12,6 +12,7 @@ use ckfs_tensor::{TensorId, View};
 
 use super::{
     super::{
+        Allow,
         expr::{EvalError, Expr, ExprValue, NameScope, TextTemplate},
         mesh::Mesh,
         name_group::{fold, stars},
@@ -23,7 +24,7 @@ use super::{
         shard::STAGE_AXIS,
         values::{ValueRequest, Values},
     },
-    Allowed, AtLine, Each, LayoutFile, LeafRule, Placement, Resolved, Span,
+    AtLine, Each, LayoutFile, LeafRule, Placement, Resolved, Span,
     leaf::{LeafFailure, LeafInProgress, Misshapen, int, range_of},
     place::line,
     scope::{Bound, Local, Scope},
@@ -32,7 +33,8 @@ use super::{
 
 impl LayoutFile {
     /// Resolves the layout against a repository, for a mesh. `set` holds parameters set by the user. `stored` is the same
-    /// repository with its experts as they are stored, for rules that name them so.
+    /// repository with its experts as they are stored, for rules that name them so. Left out are leaves of which `allowed` accepts the
+    /// missing sources, and tensors that no rule names and its second part accepts.
     ///
     /// # Errors
     /// Everything wrong, at once: missing and unexpected tensors, rules that do not fit, unknown parameters.
@@ -42,7 +44,7 @@ impl LayoutFile {
         values: &Values<'_>,
         mesh: &Mesh,
         set: &BTreeMap<String, String>,
-        allowed: Allowed,
+        allowed: [&Allow; 2],
     ) -> Result<Resolved, Vec<Problem>> {
         let mut scope = Scope::new(self, checkpoint, mesh, set, None);
         scope.stored = stored;
@@ -68,13 +70,13 @@ impl LayoutFile {
         let inverse = Inverse { names, targets: RefCell::new(Targets::default()) };
         let scope = Scope::new(self, checkpoint, mesh, set, Some(&inverse));
         let values = Values::new(checkpoint, ValueRequest::default(), &[], None);
-        let resolved = self.run(&scope, &values, Allowed::default())?;
+        let resolved = self.run(&scope, &values, [&Allow::default(); 2])?;
         drop(scope);
         Ok((resolved, inverse.targets.into_inner()))
     }
 
     /// Resolves the layout in a scope.
-    fn run(&self, scope: &Scope<'_>, values: &Values<'_>, allowed: Allowed) -> Result<Resolved, Vec<Problem>> {
+    fn run(&self, scope: &Scope<'_>, values: &Values<'_>, allowed: [&Allow; 2]) -> Result<Resolved, Vec<Problem>> {
         let checkpoint = scope.checkpoint;
         let mut problems = Vec::new();
         for name in scope.set.keys().filter(|name| !self.params.contains_key(*name)) {
@@ -121,8 +123,11 @@ impl LayoutFile {
         });
         resolver.made.params = params.collect();
         let verified = self.verified.as_ref();
-        resolver.made.verified =
-            verified.is_none_or(|verified| resolver.eval(verified, &[], is_true("verified")) == Some(true));
+        if verified.is_some_and(|verified| resolver.eval(verified, &[], is_true("verified")) != Some(true)) {
+            let name = &self.name;
+            let warning = format!("layout {name} has not been compared here with the program that it imitates");
+            resolver.made.warnings.insert(0, warning);
+        }
         let Resolver { problems, made, .. } = resolver;
         if problems.is_empty() { Ok(made) } else { Err(problems) }
     }
@@ -131,7 +136,8 @@ impl LayoutFile {
 struct Resolver<'a> {
     scope: &'a Scope<'a>,
     values: &'a Values<'a>,
-    allowed: Allowed,
+    /// Of missing sources, and of tensors that no rule names.
+    allowed: [&'a Allow; 2],
     used: Vec<bool>,
     /// Sources that rules name and the repository lacks, each with the leaf that needs it: by whether the leaf is left out with the user's
     /// permission, the line of the rule, and the source with stars.
@@ -291,7 +297,7 @@ impl<'a> Resolver<'a> {
             if leaf.optional && found.is_empty() {
                 return;
             }
-            let allowed = missing.iter().all(|source| self.allowed.missing.accepts(source));
+            let allowed = missing.iter().all(|source| self.allowed[0].accepts(source));
             for source in missing {
                 let lost = self.lost.entry((allowed, line(leaf.from.at), stars(source))).or_default();
                 lost.push((source.clone(), name.clone()));
@@ -401,7 +407,7 @@ impl<'a> Resolver<'a> {
             }
         }
         let (allowed, refused): (Vec<&str>, Vec<&str>) =
-            unused.into_iter().partition(|name| self.allowed.unmapped.accepts(name));
+            unused.into_iter().partition(|name| self.allowed[1].accepts(name));
         for group in fold(allowed, &[]) {
             self.made.warnings.push(format!("{}: left out", Problem::UnexpectedTensor { group }));
         }

@@ -33,13 +33,18 @@ pub fn apply(rules: &[Rename], name: &str) -> Result<String, Problem> {
     Ok(shown.into_owned())
 }
 
-/// The rules that change no name, each of those that the rules before it leave.
-pub(crate) fn idle<'n, I: Iterator<Item = &'n str>>(rules: &[Rename], names: impl Fn() -> I) -> Vec<&Rename> {
+/// A warning for each rule of a setting that changes no name, each of those that the rules before it leave.
+pub(crate) fn idle<'n, I: Iterator<Item = &'n str>>(
+    setting: &str,
+    rules: &[Rename],
+    names: impl Fn() -> I,
+) -> Vec<String> {
     let is_idle = |(at, rule): &(usize, &Rename)| {
         let mut left = names().filter_map(|name| apply(&rules[..*at], name).ok());
         left.all(|name| matches!(rule.apply(&name), Ok(None)))
     };
-    rules.iter().enumerate().filter(is_idle).map(|(_, rule)| rule).collect()
+    let idle = rules.iter().enumerate().filter(is_idle);
+    idle.map(|(_, rule)| format!("{setting}: {:?} changes no name", rule.pattern())).collect()
 }
 
 /// A name after all rules, as the name of a file. With `flat` it is one path component; otherwise each of its words is
