@@ -193,48 +193,22 @@ pub(super) fn drafts(
     if problems.is_empty() { Ok((drafts, warning)) } else { Err(problems) }
 }
 
-/// Drafts of all tensors under the repository's own names, with the roles that the tables give to their canonical
-/// names.
-///
-/// # Errors
-/// All problems found.
-pub(super) fn hf_drafts(
-    checkpoint: &Checkpoint,
-    family: Option<&'static Family>,
-    (values, order): (&Values<'_>, Option<Order>),
-    (whole, mesh): (&Checkpoint, &Mesh),
-) -> Result<Tabled, Vec<Problem>> {
-    let tensors = checkpoint.tensors().map(|(id, info)| {
-        let dtype = values.dtype_of(id, &[info.name]);
-        (info.name.to_owned(), values.view(id, dtype))
-    });
-    let mut namer = Namer::new((checkpoint, order), family, BTreeSet::new());
-    namer.find_blocks(whole.tensors().map(|(_, info)| (info.name, info.shape)), mesh, false);
-    named_drafts(&namer, tensors)
-}
-
-/// Drafts of tensors under the names that a repository of the family has, likewise. `checkpoint` gives the configuration.
+/// Drafts of tensors under the names that a repository of the family has, with the roles that the tables give to their canonical
+/// names. `checkpoint` gives the configuration. Blocks are those of `whole`, or of the tensors.
 ///
 /// # Errors
 /// All problems found.
 pub(super) fn drafts_of(
-    checkpoint: &Checkpoint,
+    (checkpoint, order): (&Checkpoint, Option<Order>),
     family: Option<&'static Family>,
-    tensors: impl ExactSizeIterator<Item = (String, Result<View, Problem>)>,
-    mesh: &Mesh,
+    tensors: Vec<(String, Result<View, Problem>)>,
+    (whole, mesh): (Option<&Checkpoint>, &Mesh),
 ) -> Result<Tabled, Vec<Problem>> {
-    let mut namer = Namer::new((checkpoint, None), family, BTreeSet::new());
-    let tensors: Vec<_> = tensors.collect();
-    let shaped = tensors.iter().filter_map(|(name, view)| Some((name.as_str(), view.as_ref().ok()?.shape().extents())));
-    namer.find_blocks(shaped, mesh, false);
-    named_drafts(&namer, tensors.into_iter())
-}
-
-/// Drafts of tensors under names of a repository.
-fn named_drafts(
-    namer: &Namer<'_>,
-    tensors: impl ExactSizeIterator<Item = (String, Result<View, Problem>)>,
-) -> Result<Tabled, Vec<Problem>> {
+    let mut namer = Namer::new((checkpoint, order), family, BTreeSet::new());
+    let of_whole = whole.into_iter().flat_map(Checkpoint::tensors).map(|(_, info)| (info.name, info.shape));
+    let own = tensors.iter().filter(|_| whole.is_none());
+    let own = own.filter_map(|(name, view)| Some((name.as_str(), view.as_ref().ok()?.shape().extents())));
+    namer.find_blocks(of_whole.chain(own), mesh, false);
     let mut problems = Vec::new();
     let mut drafts = Vec::with_capacity(tensors.len());
     let mut experts: HashMap<(String, String), u64> = HashMap::new();

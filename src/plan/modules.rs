@@ -164,7 +164,7 @@ pub(super) fn drafts(
     if !problems.is_empty() {
         return Err(problems);
     }
-    let (mut drafts, warning) = canonical::drafts_of(checkpoint, family, made.into_iter(), mesh)?;
+    let (mut drafts, warning) = canonical::drafts_of((checkpoint, None), family, made, (None, mesh))?;
     for draft in &mut drafts {
         draft.bundled = Bundled::ALWAYS;
         if fused.contains(&draft.name) {

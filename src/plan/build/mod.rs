@@ -371,8 +371,9 @@ impl<'a> Builder<'a> {
         self.plan.family = Some(inverted.layout.clone());
         self.plan.params.clone_from(&inverted.params);
         self.plan.left_out.extend_from_slice(&inverted.left_out);
-        let tensors = inverted.tensors.iter().map(|(name, view)| (name.clone(), Ok(view.clone())));
-        let drafts = canonical::drafts_of(wanted.seen(), chosen.family, tensors, &self.options.mesh);
+        let tensors = inverted.tensors.iter().map(|(name, view)| (name.clone(), Ok(view.clone()))).collect();
+        let mesh = (None, &self.options.mesh);
+        let drafts = canonical::drafts_of((wanted.seen(), None), chosen.family, tensors, mesh);
         self.tabled(drafts)
     }
 
@@ -423,16 +424,19 @@ impl<'a> Builder<'a> {
         // The comparison and the drafts each visit all tensors: they run at the same time.
         let names = ParsedNames::of(whole);
         let compare = || expect::compare(whole, &names, family, options);
-        // Blocks are those of all tensors, under the names that the drafts have.
-        let split = (if is_canonical { wanted.compared() } else { wanted.whole() }, &options.mesh);
         let seen = wanted.seen();
+        // Blocks are those of all tensors, under the names that the drafts have.
         let drafts = || {
-            let values = (values, wanted.order);
             if !is_canonical {
-                return canonical::hf_drafts(seen, family, values, split);
+                let view = |(id, info): (TensorId, TensorInfo<'_>)| {
+                    (info.name.to_owned(), values.view(id, values.dtype_of(id, &[info.name])))
+                };
+                let (tensors, split) = (seen.tensors().map(view).collect(), (Some(wanted.whole()), &options.mesh));
+                return canonical::drafts_of((seen, wanted.order), family, tensors, split);
             }
             let own = (!std::ptr::eq(seen, whole)).then(|| ParsedNames::of(seen));
-            canonical::drafts((seen, own.as_ref().unwrap_or(&names)), family, values, split)
+            let names = own.as_ref().unwrap_or(&names);
+            canonical::drafts((seen, names), family, (values, wanted.order), (whole, &options.mesh))
         };
         let (found, drafts) = rayon::join(compare, drafts);
         self.found(found);
