@@ -18,18 +18,19 @@ const LISTED_MAX: usize = 6;
 struct Width {
     /// The usual shape, which most layers have, and its layers.
     usual: (Shape, BTreeSet<u64>),
-    /// The other shapes, with their layers.
-    others: Vec<(Shape, BTreeSet<u64>)>,
-    /// The first tensor of another shape.
-    example: String,
+    /// The other shapes.
+    others: Vec<OtherShape>,
 }
+
+/// A shape, its layers, and the tensor of the first of them.
+type OtherShape = (Shape, BTreeSet<u64>, String);
 
 /// Layers, with their extent of an axis and the usual one.
 type OtherWidth = (BTreeSet<u64>, u64, u64);
 
 impl Width {
     fn differing(&self) -> BTreeSet<OtherWidth> {
-        let of = |(other, layers): &(Shape, BTreeSet<u64>)| {
+        let of = |(other, layers, _): &OtherShape| {
             let pairs = other.extents().iter().zip(self.usual.0.extents()).filter(|(other, usual)| other != usual);
             pairs.map(|(other, usual)| (layers.clone(), *other, *usual)).collect::<Vec<_>>()
         };
@@ -40,14 +41,13 @@ impl Width {
 impl std::fmt::Display for Width {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (usual, layers) = &self.usual;
-        let first = &self.others[0].0;
-        write!(f, "{} has the shape {first}: ", self.example)?;
+        let (first, _, example) = &self.others[0];
+        write!(f, "{example} has the shape {first}: ")?;
         let mut axes = Vec::new();
         for (axis, extent) in usual.extents().iter().enumerate() {
-            let differing = self.others.iter().filter(|(other, _)| other.extents()[axis] != *extent);
-            let text = |(other, layers): &(Shape, BTreeSet<u64>)| {
-                format!("{} in {}", other.extents()[axis], layers_text(layers))
-            };
+            let differing = self.others.iter().filter(|(other, ..)| other.extents()[axis] != *extent);
+            let text =
+                |(other, layers, _): &OtherShape| format!("{} in {}", other.extents()[axis], layers_text(layers));
             let differing: Vec<String> = differing.map(text).collect();
             if !differing.is_empty() {
                 axes.push(format!(
@@ -78,12 +78,13 @@ fn find(checkpoint: &Checkpoint) -> Vec<Width> {
         let (usual, of_usual) = shapes.iter().max_by_key(|(shape, layers)| (layers.len(), **shape))?;
         let mut others: Vec<_> = shapes.iter().filter(|(shape, _)| *shape != usual).collect();
         others.sort_by_key(|(_, layers)| layers.keys().next().copied());
-        let example = (*others.first()?.1.values().next()?).to_owned();
         let set = |layers: &BTreeMap<u64, &str>| layers.keys().copied().collect();
         let shape = |extents: &[u64]| Shape::try_new(extents).ok();
-        let others: Vec<_> = others.iter().filter_map(|(other, layers)| Some((shape(other)?, set(layers)))).collect();
-        let alike = others.iter().all(|(other, _)| other.rank() == usual.len());
-        alike.then_some(Width { usual: (shape(usual)?, set(of_usual)), others, example })
+        let first = |layers: &BTreeMap<u64, &str>| layers.values().next().map(|name| (*name).to_owned());
+        let others = others.iter().filter_map(|(other, layers)| Some((shape(other)?, set(layers), first(layers)?)));
+        let others: Vec<_> = others.collect();
+        let alike = others.iter().all(|(other, ..)| other.rank() == usual.len());
+        alike.then_some(Width { usual: (shape(usual)?, set(of_usual)), others })
     };
     let found: Vec<Width> = groups.into_values().filter_map(width).collect();
     // A width is one of several tensors. One tensor alone is a damaged one.
@@ -94,12 +95,8 @@ fn find(checkpoint: &Checkpoint) -> Vec<Width> {
     let kept = |mut width: Width| {
         let shared: BTreeSet<_> =
             width.differing().into_iter().filter(|of| tensors[of] > 1).map(|(layers, ..)| layers).collect();
-        let first = |width: &Width| width.others.first().and_then(|(_, layers)| layers.first().copied());
-        let before = first(&width);
-        width.others.retain(|(_, layers)| shared.contains(layers));
-        let (before, after) = (before?, first(&width)?);
-        width.example = width.example.replacen(&format!(".{before}."), &format!(".{after}."), 1);
-        Some(width)
+        width.others.retain(|(_, layers, _)| shared.contains(layers));
+        (!width.others.is_empty()).then_some(width)
     };
     found.into_iter().filter_map(kept).collect()
 }
@@ -122,12 +119,12 @@ pub(crate) fn explained(layout: &str, checkpoint: &Checkpoint, problems: Vec<Pro
     // A model whose layers differ by design has them too: a problem is of a width only if it names that tensor or layer.
     let is_of = |problem: &Problem, width: &Width| {
         if let Problem::SourceShape { group, found, .. } = problem {
-            return starred(&group.name) == starred(&width.example)
-                && width.others.iter().any(|(shape, _)| shape == found);
+            let name = starred(&group.name);
+            return width.others.iter().any(|(shape, _, example)| shape == found && starred(example) == name);
         }
         let text = problem.to_string();
         let in_layer = |layers: &BTreeSet<u64>| layers.iter().any(|layer| text.contains(&format!(".{layer}.")));
-        width.others.iter().any(|(shape, layers)| text.contains(&shape.to_string()) && in_layer(layers))
+        width.others.iter().any(|(shape, layers, _)| text.contains(&shape.to_string()) && in_layer(layers))
     };
     let is_of_width = |problem: &Problem| is_of_shape(problem) && widths.iter().any(|width| is_of(problem, width));
     let (of_width, mut left): (Vec<_>, Vec<_>) = problems.into_iter().partition(is_of_width);
@@ -137,7 +134,7 @@ pub(crate) fn explained(layout: &str, checkpoint: &Checkpoint, problems: Vec<Pro
     let listed: Vec<String> = widths.iter().take(LISTED_MAX).map(ToString::to_string).collect();
     let more = widths.len().saturating_sub(LISTED_MAX);
     let more = if more == 0 { String::new() } else { format!("; and {more} more tensors") };
-    let file = widths.iter().find_map(|width| checkpoint.find(&width.example)).map(|id| checkpoint.file_of(id));
+    let file = widths.iter().find_map(|width| checkpoint.find(&width.others[0].2)).map(|id| checkpoint.file_of(id));
     let file = file.map_or_else(String::new, |file| format!("{}: ", checkpoint.source().path(file).display()));
     let reason = format!(
         "{file}the program that it is for builds all layers with the widths of config.json, but layers differ: {}{more}; --layout \
