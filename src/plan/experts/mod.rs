@@ -36,18 +36,16 @@ const PLAIN_BITS: u64 = 16;
 
 /// The orders of axes that a checkpoint's fused experts show. `told` is the user's setting.
 pub(super) fn orientation(checkpoint: &Checkpoint, told: Option<Order>) -> Orientation {
-    let hidden = hidden(checkpoint);
     let mut orientation = Orientation::new(told);
-    for (info, name) in fused(checkpoint) {
-        orientation.see(info.name, fitting(name.projection, info.shape, hidden));
-    }
+    fused(checkpoint).iter().for_each(|(info, orders)| orientation.see(info.name, orders));
     orientation
 }
 
-/// The tensors that hold the matrices of all experts of a layer, with their names, in order.
-fn fused(checkpoint: &Checkpoint) -> Vec<(TensorInfo<'_>, ExpertName<'_>)> {
+/// The tensors that hold the matrices of all experts of a layer, in order, with the orders that their axes may have.
+fn fused(checkpoint: &Checkpoint) -> Vec<(TensorInfo<'_>, &'static [Order])> {
+    let hidden = hidden(checkpoint);
     let found = of_experts(checkpoint, |name, _| name.expert.is_none() && name.is_matrix());
-    found.into_iter().map(|(_, info, name)| (info, name)).collect()
+    found.into_iter().map(|(_, info, name)| (info, fitting(name.projection, info.shape, hidden))).collect()
 }
 
 /// Tensors that one thread looks at together.
@@ -92,11 +90,9 @@ pub(super) fn is_fused(name: &str) -> bool {
 
 /// Why a square tensor may be another than transformers reads. Empty if the user has decided.
 pub(super) fn doubts(checkpoint: &Checkpoint, told: Option<Order>) -> Vec<String> {
-    let (orientation, hidden) = (orientation(checkpoint, told), hidden(checkpoint));
-    let doubt = |(info, name): &(TensorInfo<'_>, ExpertName<'_>)| {
-        let orders = fitting(name.projection, info.shape, hidden);
-        orientation.order((info.name, info.shape), orders, true).err()
-    };
+    let orientation = orientation(checkpoint, told);
+    let doubt =
+        |(info, orders): &(TensorInfo<'_>, &[Order])| orientation.order((info.name, info.shape), orders, true).err();
     fused(checkpoint).iter().find_map(doubt).into_iter().collect()
 }
 
