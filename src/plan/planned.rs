@@ -328,12 +328,9 @@ impl Plan {
     /// one expert.
     fn has_expert(&self, tensor: &PlannedTensor, coordinates: &[u64]) -> bool {
         tensor.expert.is_none_or(|(expert, experts)| {
-            let (mut low, mut high) = (0, experts);
-            for (index, axis) in axes_of(&self.mesh, AxisUse::Expert) {
-                let (start, stop) = spec::chunk(high - low, axis.size, coordinates[index]);
-                (low, high) = (low + start, low + stop);
-            }
-            (low..high).contains(&expert)
+            let axes = axes_of(&self.mesh, AxisUse::Expert);
+            axes.fold(0..experts, |all, (index, axis)| spec::chunk(all, axis.size, coordinates[index]))
+                .contains(&expert)
         })
     }
 
@@ -343,14 +340,13 @@ impl Plan {
         let (expert, experts) = tensor.expert?;
         let mut axes = axes_of(&self.mesh, AxisUse::Expert).peekable();
         axes.peek()?;
-        let (mut low, mut high) = (0, experts);
-        for (_, axis) in axes {
+        let held = axes.fold(0..experts, |all, (_, axis)| {
             // As `spec::chunk` splits: chunks of this length, one of which holds the expert.
-            let length = (high - low).div_ceil(axis.size).max(1);
-            let (start, stop) = spec::chunk(high - low, axis.size, (expert - low) / length);
-            (low, high) = (low + start, low + stop);
-        }
-        Some(low)
+            let length = (all.end - all.start).div_ceil(axis.size).max(1);
+            let at = (expert - all.start) / length;
+            spec::chunk(all, axis.size, at)
+        });
+        Some(held.start)
     }
 
     /// Whether a mesh axis distributes a tensor: it splits the tensor, or it gives the tensor's expert or stage to some devices

@@ -5,6 +5,8 @@
 //! the axis, the next one splits the part of each position. If every split is even, this equals JAX's partitioning over
 //! the product of the mesh axes.
 
+use std::ops::Range;
+
 use ckfs_tensor::{PerAxis, Region, Shape};
 use smallvec::SmallVec;
 
@@ -17,9 +19,10 @@ pub struct Spec {
 }
 
 /// Half-open range that position `at` of `parts` holds of `length` elements, as `torch.chunk` splits.
-pub fn chunk(length: u64, parts: u64, at: u64) -> (u64, u64) {
+pub fn chunk(whole: Range<u64>, parts: u64, at: u64) -> Range<u64> {
+    let length = whole.end - whole.start;
     let size = length.div_ceil(parts);
-    ((at * size).min(length), ((at + 1) * size).min(length))
+    whole.start + (at * size).min(length)..whole.start + ((at + 1) * size).min(length)
 }
 
 impl Spec {
@@ -60,36 +63,23 @@ impl Spec {
     /// # Panics
     /// If `coordinates` are not those of a device of `mesh`.
     pub fn region(&self, shape: &Shape, mesh: &Mesh, coordinates: &[u64]) -> Region {
-        let ranges: SmallVec<[std::ops::Range<u64>; 4]> = shape
-            .extents()
-            .iter()
-            .enumerate()
-            .map(|(axis, extent)| {
-                let (mut start, mut stop) = (0, *extent);
-                for mesh_axis in self.mesh_axes(axis) {
-                    let (low, high) = chunk(stop - start, mesh.axes()[mesh_axis].size, coordinates[mesh_axis]);
-                    (start, stop) = (start + low, start + high);
-                }
-                start..stop
-            })
-            .collect();
+        let part = |whole, index: usize| chunk(whole, mesh.axes()[index].size, coordinates[index]);
+        let ranges =
+            shape.extents().iter().enumerate().map(|(axis, extent)| self.mesh_axes(axis).fold(0..*extent, part));
+        let ranges: SmallVec<[Range<u64>; 4]> = ranges.collect();
         Region::within(shape, &ranges).expect("a chunk of an extent lies within it, and there is one for each axis")
     }
 
     /// The indices of an axis at which the parts of some device begin or end inside the tensor, ascending.
     pub fn cuts(&self, axis: usize, shape: &Shape, mesh: &Mesh) -> Vec<u64> {
         let extent = shape.extents()[axis];
-        let mut parts = vec![(0, extent)];
+        let mut parts = vec![0..extent];
         for mesh_axis in self.mesh_axes(axis) {
             let size = mesh.axes()[mesh_axis].size;
-            let inner = |(start, stop): (u64, u64)| {
-                (0..size)
-                    .map(move |at| chunk(stop - start, size, at))
-                    .map(move |(low, high)| (start + low, start + high))
-            };
-            parts = parts.into_iter().flat_map(inner).filter(|(start, stop)| start < stop).collect();
+            let inner = |whole: Range<u64>| (0..size).map(move |at| chunk(whole.clone(), size, at));
+            parts = parts.into_iter().flat_map(inner).filter(|part| !part.is_empty()).collect();
         }
-        let mut cuts: Vec<u64> = parts.into_iter().flat_map(|(start, stop)| [start, stop]).collect();
+        let mut cuts: Vec<u64> = parts.into_iter().flat_map(|part| [part.start, part.end]).collect();
         cuts.sort_unstable();
         cuts.dedup();
         cuts.retain(|cut| *cut > 0 && *cut < extent);
@@ -131,11 +121,12 @@ mod tests {
 
     #[test]
     fn chunks_are_those_of_torch() {
-        let all = |n, w| (0..w).map(|at| chunk(n, w, at)).collect::<Vec<_>>();
-        assert_eq!(all(6, 4), [(0, 2), (2, 4), (4, 6), (6, 6)]);
-        assert_eq!(all(13, 4), [(0, 4), (4, 8), (8, 12), (12, 13)]);
-        assert_eq!(all(2, 4), [(0, 1), (1, 2), (2, 2), (2, 2)]);
-        assert_eq!(all(0, 3), [(0, 0); 3]);
+        let all = |n, w| (0..w).map(|at| chunk(0..n, w, at)).collect::<Vec<_>>();
+        assert_eq!(all(6, 4), [0..2, 2..4, 4..6, 6..6]);
+        assert_eq!(all(13, 4), [0..4, 4..8, 8..12, 12..13]);
+        assert_eq!(all(2, 4), [0..1, 1..2, 2..2, 2..2]);
+        assert_eq!(all(0, 3), [0..0, 0..0, 0..0]);
+        assert_eq!(chunk(3..9, 4, 1), 5..7);
     }
 
     #[test]
