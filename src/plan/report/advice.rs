@@ -14,7 +14,7 @@ use super::{
         naming::group_name,
         needed::runs_of,
     },
-    amounts::{human_bytes, hundredths},
+    effects::{human_bytes, hundredths},
 };
 
 /// Over-read up to this factor, in hundredths, is not reported: it comes from pages at the ends of long runs.

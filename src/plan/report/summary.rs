@@ -5,8 +5,7 @@ use ckfs_checkpoint::{Checkpoint, FileRole, first_names};
 use super::{
     super::{NameGroup, Plan, PlannedTensor, amplification::Amplification, name_group::ranges, select},
     advice::{by_factor, exceeds},
-    amounts::{factor, human_bytes, percent},
-    effects::{axis_effects, bytes_per_device},
+    effects::{axis_effects, bytes_per_device, factor, human_bytes, percent},
     text::{count_of, layers_text, listed_text, tensors_text},
 };
 
@@ -25,6 +24,7 @@ pub fn summary<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a
         }
         view_rows(checkpoint, plan, &mut rows);
     }
+    rows.retain(|(_, text)| !text.is_empty());
     rows
 }
 
@@ -40,10 +40,13 @@ fn source_rows(checkpoint: &Checkpoint) -> Vec<SummaryRow> {
     rows
 }
 
-/// How many tensors have these names, and the first of them.
-fn named(groups: &[NameGroup]) -> String {
+/// How many tensors have these names, and the first of them; empty if there are none.
+fn named(before: &str, groups: &[NameGroup]) -> String {
     let names: Vec<&str> = groups.iter().map(|group| group.name.as_str()).collect();
-    format!("{}: {}", tensors_text(count_of(groups)), first_names(&names, NAMES_SHOWN))
+    if names.is_empty() {
+        return String::new();
+    }
+    format!("{before}{}: {}", tensors_text(count_of(groups)), first_names(&names, NAMES_SHOWN))
 }
 
 fn view_rows(checkpoint: &Checkpoint, plan: &Plan, rows: &mut Vec<SummaryRow>) {
@@ -53,9 +56,7 @@ fn view_rows(checkpoint: &Checkpoint, plan: &Plan, rows: &mut Vec<SummaryRow>) {
     rows.push(("layout", format!("{}{family}{}; {dtype}", plan.layout.name(), layers_text(plan))));
     value_rows(plan, rows);
     rows.push(("mesh", mesh(plan, total)));
-    if !plan.whole.names.is_empty() {
-        rows.push(("whole", format!("on every device, {}", named(&plan.whole.names))));
-    }
+    rows.push(("whole", named("on every device, ", &plan.whole.names)));
     rows.push(("tensors", format!("{}, {} unsharded", plan.bundle().count(), human_bytes(total))));
     let held = bytes_per_device(plan);
     let (least, most) = (held.iter().min().copied().unwrap_or(0), held.iter().max().copied().unwrap_or(0));
@@ -74,20 +75,12 @@ fn view_rows(checkpoint: &Checkpoint, plan: &Plan, rows: &mut Vec<SummaryRow>) {
 
 /// What is decoded, quantized, kept or dropped.
 fn value_rows(plan: &Plan, rows: &mut Vec<SummaryRow>) {
-    if !plan.kept.is_empty() {
-        rows.push(("kept", format!("as stored, float32 in the model's own code, {}", named(&plan.kept))));
-    }
+    rows.push(("kept", named("as stored, float32 in the model's own code, ", &plan.kept)));
     let decoded: Vec<String> =
         plan.decoded.iter().map(|row| format!("{} {} tensors", row.tensors, row.scheme)).collect();
-    if !decoded.is_empty() {
-        rows.push(("decoded", decoded.join(", ")));
-    }
-    if !plan.dropped.is_empty() {
-        rows.push(("dropped", format!("no decoder reads {}", named(&plan.dropped))));
-    }
-    if let Some(merged) = &plan.merged {
-        rows.push(("merged", merged.to_string()));
-    }
+    rows.push(("decoded", decoded.join(", ")));
+    rows.push(("dropped", named("no decoder reads ", &plan.dropped)));
+    rows.extend(plan.merged.as_ref().map(|merged| ("merged", merged.to_string())));
     if let Some(chosen) = &plan.quantized {
         let quantized: u64 = chosen.quantized.iter().map(|(_, _, groups)| count_of(groups)).sum();
         let left: u64 = chosen.left.iter().map(|(_, _, groups)| count_of(groups)).sum();
@@ -139,12 +132,8 @@ fn first_ranges(ranges: &str) -> String {
 
 /// Names that are missing, unexpected or left out, and differences between layers.
 fn finding_rows(plan: &Plan, rows: &mut Vec<SummaryRow>) {
-    if !plan.missing.is_empty() {
-        rows.push(("missing", named(&plan.missing)));
-    }
-    if !plan.unexpected.is_empty() {
-        rows.push(("unexpected", named(&plan.unexpected)));
-    }
+    rows.push(("missing", named("", &plan.missing)));
+    rows.push(("unexpected", named("", &plan.unexpected)));
     if let [first, rest @ ..] = plan.holes.as_slice() {
         let more = if rest.is_empty() { String::new() } else { format!(", and {} more differences", rest.len()) };
         rows.push(("layers", format!("{first}{more}")));

@@ -9,8 +9,7 @@ use super::{
         HfContent, Layout, NameGroup, Plan, PlannedTensor, amplification::Amplification, name_group::ranges, select,
     },
     advice::{advice, by_factor, exceeds, reasons},
-    amounts::{factor, human_bytes, percent, reads_text},
-    effects::{AxisEffect, axis_effects, bytes_per_device, groups},
+    effects::{AxisEffect, axis_effects, bytes_per_device, factor, groups, human_bytes, percent, reads_text},
 };
 
 /// Devices that the text lists; JSON lists all.
@@ -31,8 +30,10 @@ type Line<'a> = dyn FnMut(&str, &str) + 'a;
 
 /// Writes a line of a report to a text.
 fn write_line(text: &mut String, key: &str, value: &str) {
-    // Writing to a string cannot fail.
-    let _ = writeln!(text, "{key:<10}  {}", printable(value));
+    if !value.is_empty() {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{key:<10}  {}", printable(value));
+    }
 }
 
 /// The first lines of a list, each under this key, and how many more there are.
@@ -137,12 +138,8 @@ fn source_text(checkpoint: &Checkpoint) -> String {
     let mut line = |key: &str, value: &str| write_line(&mut text, key, value);
     line("source", checkpoint.label());
     line("files in", &checkpoint.root().display().to_string());
-    if let Some(average) = checkpoint.averaged() {
-        line("average", &average);
-    }
-    if let Some(revision) = checkpoint.revision() {
-        line("revision", revision);
-    }
+    line("average", &checkpoint.averaged().unwrap_or_default());
+    line("revision", checkpoint.revision().unwrap_or_default());
     line("dialect", &checkpoint.dialect().to_string());
     for detail in checkpoint.dialect().describe().lines() {
         line("", detail);
@@ -310,20 +307,12 @@ pub fn view_text(checkpoint: &Checkpoint, plan: &Plan) -> String {
     }
     line("dtype", &plan.dtype.map_or_else(|| "as stored".to_owned(), |dtype| format!("{dtype} for all floats")));
     kept_text(plan, &mut line);
-    if !plan.decoded.is_empty() {
-        line("decoded", &decoded_text(plan));
-    }
-    if !plan.dropped.is_empty() {
-        line("dropped", &named_text(&plan.dropped, "which no decoder reads"));
-    }
-    if let Some(merged) = &plan.merged {
-        line("merged", &merged.to_string());
-    }
+    line("decoded", &decoded_text(plan));
+    line("dropped", &named_text(&plan.dropped, "which no decoder reads"));
+    line("merged", &plan.merged.as_ref().map(ToString::to_string).unwrap_or_default());
     quantized_text(plan, &mut line);
     mesh_text(plan, &mut line);
-    if !plan.whole.names.is_empty() {
-        line("whole", &whole_text(plan));
-    }
+    line("whole", &whole_text(plan));
     line("tensors", &format!("{count}, {} unsharded; {} raw files per device", human_bytes(total), plan.tensors.len()));
     devices_text(plan, total, &mut line);
     block(&mut line, "over-read", &over_read_text(checkpoint, plan));
@@ -356,9 +345,7 @@ pub fn text<'a>(checkpoint: &Checkpoint, views: impl IntoIterator<Item = (&'a st
 /// What a dtype for all floats spares, and where.
 fn kept_text(plan: &Plan, line: &mut Line<'_>) {
     let why = "as stored, float32 in the model's own code";
-    if !plan.kept.is_empty() {
-        line("kept", &named_text(&plan.kept, why));
-    }
+    line("kept", &named_text(&plan.kept, why));
     if !plan.kept_hf.is_empty() && plan.kept_hf != plan.kept {
         line("kept", &format!("in hf/ {}", named_text(&plan.kept_hf, why)));
     }
@@ -377,6 +364,9 @@ fn whole_text(plan: &Plan) -> String {
 /// How many tensors there are of these names, the remark about them, and the names.
 fn named_text(groups: &[NameGroup], what: &str) -> String {
     let listed: Vec<&str> = groups.iter().take(NAMES_SHOWN).map(|group| group.name.as_str()).collect();
+    if listed.is_empty() {
+        return String::new();
+    }
     let more = groups.len() - listed.len();
     let more = if more == 0 { String::new() } else { format!(" and {more} more groups") };
     format!("{} {what}: {}{more}", tensors_text(count_of(groups)), listed.join(", "))
@@ -399,6 +389,10 @@ fn decoded_text(plan: &Plan) -> String {
     let rows =
         plan.decoded.iter().map(|row| format!("{} {} tensors, {}", row.tensors, row.scheme, human_bytes(row.bytes)));
     let rows: Vec<String> = rows.collect();
-    let kept = if plan.kept_raw == 0 { String::new() } else { format!("; {} shown as stored", plan.kept_raw) };
+    let kept = if plan.kept_raw == 0 || rows.is_empty() {
+        String::new()
+    } else {
+        format!("; {} shown as stored", plan.kept_raw)
+    };
     format!("{}{kept}", rows.join("; "))
 }
