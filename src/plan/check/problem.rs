@@ -1,14 +1,14 @@
 //! The problems of a plan. All of them are reported together, before anything is mounted.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt,
-};
+use std::{collections::BTreeSet, fmt};
 
 use ckfs_checkpoint::{printable, printable_lines};
 use ckfs_tensor::{Shape, ViewError};
 
-use super::super::name_group::{NameGroup, fold, layers_text, stars};
+use super::super::{
+    name_group::{NameGroup, fold, layers_text, stars},
+    numbered::Numbered,
+};
 
 /// One problem of a plan.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -295,36 +295,21 @@ impl fmt::Display for PlanError {
 /// A text for each problem, in order of the first of each, and how many problems it tells. Tensors whose names differ only in
 /// numbers, and which have the same problem, share a text.
 fn lines(problems: &[Problem]) -> Vec<(String, u64)> {
-    /// A problem as the reader sees it, or the tensors that have it.
-    enum Line<'a> {
-        One(String),
-        Same(Vec<&'a str>, String),
-    }
-    let mut lines: Vec<Line<'_>> = Vec::new();
-    let mut known: BTreeMap<(String, String), usize> = BTreeMap::new();
-    for problem in problems {
+    // What several tensors have, by what it is and their names with stars; any other problem by its number and as the reader sees it.
+    let mut lines: Numbered<(Option<usize>, String, String), Vec<&str>> = Numbered::default();
+    for (at, problem) in problems.iter().enumerate() {
         let text = problem.to_string();
-        let named = problem.tensor().and_then(|name| Some((name, text.strip_prefix(name)?)));
-        let Some((name, what)) = named else {
+        if let Some((name, what)) = problem.tensor().and_then(|name| Some((name, text.strip_prefix(name)?))) {
+            lines.entry((None, what.to_owned(), stars(name))).or_default().push(name);
+        } else {
             let excerpt = printable_lines(problem.excerpt()).replace('\n', "\n  ");
-            lines.push(Line::One(format!("{}{excerpt}", printable(&text))));
-            continue;
-        };
-        let at = *known.entry((stars(name), what.to_owned())).or_insert(lines.len());
-        match lines.get_mut(at) {
-            Some(Line::Same(names, _)) => names.push(name),
-            _ => lines.push(Line::Same(vec![name], what.to_owned())),
+            lines.entry((Some(at), format!("{}{excerpt}", printable(&text)), String::new())).or_default();
         }
     }
-    let texts = lines.into_iter().flat_map(|line| match line {
-        Line::One(text) => vec![(text, 1)],
-        Line::Same(names, what) => {
-            let groups = fold(names, &[]);
-            groups
-                .iter()
-                .map(|group| (printable(&format!("{}{what}", group.counted())).into_owned(), group.count))
-                .collect()
-        }
+    let texts = lines.into_iter().flat_map(|((at, what, _), names)| {
+        let line = |group: NameGroup| (printable(&format!("{}{what}", group.counted())).into_owned(), group.count);
+        let of_tensors: Vec<_> = fold(names, &[]).into_iter().map(line).collect();
+        at.map(|_| (what, 1)).into_iter().chain(of_tensors)
     });
     texts.collect()
 }
