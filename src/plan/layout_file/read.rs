@@ -4,7 +4,10 @@
 use std::{cell::RefCell, collections::BTreeMap, sync::Arc};
 
 use ckfs_config::{DtypeChoice, did_you_mean, value::SettingValue};
-use serde::{Deserialize, Deserializer};
+use serde::{
+    Deserialize, Deserializer,
+    de::{DeserializeOwned, Error as _},
+};
 use toml::Spanned;
 
 use super::{
@@ -68,41 +71,40 @@ impl<'de, T: Meaning> Deserialize<'de> for AtLine<T> {
     }
 }
 
+/// One text, or several.
 #[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected the name of a tensor, or a table of names")]
-enum RawFrom {
+#[serde(untagged)]
+enum OneOr<T> {
     One(String),
-    Several(BTreeMap<String, String>),
+    Several(T),
+}
+
+impl<T: DeserializeOwned> OneOr<T> {
+    fn read<'de, D: Deserializer<'de>>(deserializer: D, expected: &str) -> Result<(Self, Span), D::Error> {
+        let read = Spanned::<Self>::deserialize(deserializer).map_err(|_| D::Error::custom(expected))?;
+        let at = span(&read);
+        Ok((read.into_inner(), at))
+    }
 }
 
 impl<'de> Deserialize<'de> for Sources {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let from = Spanned::<RawFrom>::deserialize(deserializer)?;
-        let at = span(&from);
-        let is_one = matches!(from.get_ref(), RawFrom::One(_));
-        let named = match from.into_inner() {
-            RawFrom::One(name) => vec![("x".into(), meaning(at, &name))],
-            RawFrom::Several(names) => {
-                names.iter().map(|(name, from)| (name.as_str().into(), meaning(at, from))).collect()
+        let (from, at) = OneOr::read(deserializer, "expected the name of a tensor, or a table of names")?;
+        Ok(match from {
+            OneOr::One(name) => Self { named: vec![("x".into(), meaning(at, &name))], at, is_one: true },
+            OneOr::Several::<BTreeMap<String, String>>(names) => {
+                let named = names.iter().map(|(name, from)| (name.as_str().into(), meaning(at, from))).collect();
+                Self { named, at, is_one: false }
             }
-        };
-        Ok(Self { named, at, is_one })
+        })
     }
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected the extents of a source, or a table of them by the names of sources")]
-enum RawShape {
-    One(String),
-    Several(BTreeMap<String, String>),
-}
-
 pub(super) fn shapes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(String, AtLine<Extents>)>, D::Error> {
-    let shape = Spanned::<RawShape>::deserialize(deserializer)?;
-    let at = span(&shape);
-    let named = match shape.into_inner() {
-        RawShape::One(extents) => BTreeMap::from([("x".to_owned(), extents)]),
-        RawShape::Several(shapes) => shapes,
+    let expected = "expected the extents of a source, or a table of them by the names of sources";
+    let (named, at) = match OneOr::read(deserializer, expected)? {
+        (OneOr::One(extents), at) => (BTreeMap::from([("x".to_owned(), extents)]), at),
+        (OneOr::Several(shapes), at) => (shapes, at),
     };
     Ok(named.into_iter().map(|(name, extents)| (name, AtLine { it: meaning(at, &extents), at })).collect())
 }
@@ -127,22 +129,12 @@ pub(super) fn expression<'de, D: Deserializer<'de>>(deserializer: D) -> Result<O
     Ok(Some(AtLine { it: meaning(at, &text), at }))
 }
 
-#[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "expected the name of a group, or a list of names")]
-enum RawGroups {
-    One(String),
-    Several(Vec<String>),
-}
-
 impl<'de> Deserialize<'de> for Groups {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let groups = Spanned::<RawGroups>::deserialize(deserializer)?;
-        let at = span(&groups);
-        let names = match groups.into_inner() {
-            RawGroups::One(name) => vec![name],
-            RawGroups::Several(names) => names,
-        };
-        Ok(Self { names, at })
+        Ok(match OneOr::read(deserializer, "expected the name of a group, or a list of names")? {
+            (OneOr::One(name), at) => Self { names: vec![name], at },
+            (OneOr::Several(names), at) => Self { names, at },
+        })
     }
 }
 
