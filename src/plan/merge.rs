@@ -13,7 +13,7 @@ use std::{
 
 use ckfs_checkpoint::{Checkpoint, Merge, Merges, ScaledProduct, Storage, TensorInfo, human_bytes};
 use ckfs_config::MergedLora;
-use ckfs_tensor::{DType, Shape, TensorId, View};
+use ckfs_tensor::{DType, TensorId, View};
 use serde_json::Value;
 
 use super::{
@@ -260,11 +260,8 @@ impl Merging<'_> {
                 None => others.push((*id, name.as_str())),
             }
         }
-        let shapes = |matrices: &BTreeMap<&str, TensorId>| {
-            let shape = |id: &TensorId| Shape::try_new(named.tensor(*id).shape).unwrap_or_else(|_| Shape::scalar());
-            matrices.iter().map(|(matrix, id)| ((*matrix).to_owned(), shape(id))).collect()
-        };
-        let stored = modules.iter().map(|(module, matrices)| ((*module).to_owned(), shapes(matrices))).collect();
+        // Here the matrices are compared when they are added.
+        let stored = modules.keys().map(|module| ((*module).to_owned(), BTreeMap::new())).collect();
         let read = || Ok((check_kind(config)?, Lora::read(config, stored)?, Factors::read(config)?));
         let (lora, factors) = match read() {
             Ok(((), lora, factors)) => (lora, factors),
