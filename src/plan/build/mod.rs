@@ -208,10 +208,9 @@ fn build(original: &Checkpoint, options: &ViewOptions) -> Result<Plan, PlanError
             builder.quantize(quantizer, &mut drafts, &wanted, &values);
         }
         builder.report_own_head(&wanted, &mut drafts);
-        let drafts = builder.name(drafts, &wanted, &chosen);
+        let mut drafts = builder.name(drafts, &wanted, &chosen);
         let rules = builder.split(&drafts, &wanted, &chosen);
-        let mut drafts = builder.keep_together(drafts, rules.is_some(), wanted.seen());
-        builder.plan.whole = builder.keep_whole(&mut drafts, rules.is_some(), &wanted, &chosen);
+        builder.keep(&mut drafts, rules.is_some(), &wanted, &chosen);
         if let Some(quantizer) = &quantizer {
             drafts = quantizer.expand(drafts, &mut builder.problems);
             builder.plan.quantized = Some(quantizer.chosen());
@@ -439,34 +438,31 @@ impl<'a> Builder<'a> {
             canonical::drafts((seen, names), family, (values, wanted.order), (whole, &options.mesh))
         };
         let (found, drafts) = rayon::join(compare, drafts);
-        self.found(found);
-        missing_layers(whole, family, options, &mut self.problems, &mut self.plan.warnings);
-        self.no_names(wanted, whole, family);
+        self.found(wanted, family, found);
         self.plan.family = family.map(|family| family.name.clone());
         self.tabled(drafts)
     }
 
     /// Compares the names of a repository with those that its model has.
     fn compare(&mut self, wanted: &Selection<'_>, names: &Checkpoint, family: Option<&Family>) {
-        missing_layers(wanted.compared(), family, self.options, &mut self.problems, &mut self.plan.warnings);
-        self.no_names(wanted, wanted.compared(), family);
-        self.found(expect::compare(names, &ParsedNames::of(names), family, self.options));
+        let found = expect::compare(names, &ParsedNames::of(names), family, self.options);
+        self.found(wanted, family, found);
     }
 
-    /// Takes what the comparison with a family's tables has found.
-    fn found(&mut self, (findings, problems): (Findings, Vec<Problem>)) {
-        self.problems.extend(problems);
-        self.plan.warnings.extend(findings.warning);
+    /// Takes what the comparison with a family's tables has found. Refuses a repository that lacks layers, or has nothing under the
+    /// names of its model.
+    fn found(&mut self, wanted: &Selection<'_>, family: Option<&Family>, found: (Findings, Vec<Problem>)) {
+        let (findings, mut found) = found;
+        let (problems, warnings, compared) = (&mut self.problems, &mut self.plan.warnings, wanted.compared());
+        problems.append(&mut found);
+        warnings.extend(findings.warning);
+        missing_layers(compared, family, self.options, problems, warnings);
+        no_layers(compared, self.options, problems);
+        if family.is_none() {
+            expect::no_beginnings(wanted.whole(), self.options, problems, warnings);
+        }
         (self.plan.missing, self.plan.unexpected, self.plan.holes) =
             (findings.missing, findings.unexpected, findings.holes);
-    }
-
-    /// Refuses a repository that has nothing under the names of its model.
-    fn no_names(&mut self, wanted: &Selection<'_>, compared: &Checkpoint, family: Option<&Family>) {
-        no_layers(compared, self.options, &mut self.problems);
-        if family.is_none() {
-            expect::no_beginnings(wanted.whole(), self.options, &mut self.problems, &mut self.plan.warnings);
-        }
     }
 
     /// Drafts under the names of transformers' modules.
@@ -538,26 +534,17 @@ impl<'a> Builder<'a> {
         rules
     }
 
-    /// Keeps a tensor whole on every device if it packs several tensors and a split would cut across them.
-    fn keep_together(&mut self, mut drafts: Vec<Draft>, by_rules: bool, checkpoint: &Checkpoint) -> Vec<Draft> {
-        let options = self.options;
+    /// Keeps quantized weights and their scales together, and buffers whole on every device, as FSDP leaves them, unless a rule of the
+    /// user's or a logical axis says otherwise.
+    fn keep(&mut self, drafts: &mut [Draft], by_rules: bool, wanted: &Selection<'_>, chosen: &ChosenLayout) {
+        let (options, seen) = (self.options, wanted.seen());
+        let is_ruled = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
         if !by_rules {
-            let is_told = |draft: &Draft| shard::is_told(draft, options.sharding, &options.shard_rules);
-            self.plan.warnings.extend(packed::keep_together(&mut drafts, checkpoint, &options.mesh, &is_told));
+            self.plan.warnings.extend(packed::keep_together(drafts, seen, &options.mesh, &is_ruled));
         }
-        drafts
-    }
-
-    /// Keeps buffers whole on every device, as FSDP leaves them, unless a rule of the user's or a logical axis says otherwise.
-    fn keep_whole(&self, drafts: &mut [Draft], by_rules: bool, wanted: &Selection<'_>, chosen: &ChosenLayout) -> Whole {
-        let options = self.options;
-        let is_told = |draft: &Draft| {
-            let is_logical = by_rules && !draft.roles.by_position;
-            is_logical || shard::is_told(draft, options.sharding, &options.shard_rules)
-        };
-        let names =
-            whole::keep(drafts, wanted.seen(), &chosen.model, &options.mesh, chosen.inverse.is_some(), &is_told);
-        Whole { names, is_known: chosen.model.is_known }
+        let is_told = |draft: &Draft| (by_rules && !draft.roles.by_position) || is_ruled(draft);
+        let names = whole::keep(drafts, seen, &chosen.model, &options.mesh, chosen.inverse.is_some(), &is_told);
+        self.plan.whole = Whole { names, is_known: chosen.model.is_known };
     }
 
     /// Makes the tensors of the plan, each with its spec. The plan has no files of `hf/` yet.
