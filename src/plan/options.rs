@@ -9,19 +9,14 @@ use std::{
 
 use ckfs_checkpoint::{Checkpoint, Container};
 use ckfs_config::{
-    Allow, CastRule, ConfigError, Dequantize, DtypeChoice, GgufType, LayoutChoice, LogicalRule, MergedLora, Mesh,
-    ModelPart, Pattern, Quantize, Rename, Requantize, ShardChoice, ShardRule, Tied, ViewSettings, value::SettingValue,
+    Allow, CastRule, Dequantize, DtypeChoice, GgufType, LayoutChoice, LogicalRule, MergedLora, Mesh, ModelPart,
+    Pattern, Quantize, Rename, Requantize, ShardChoice, ShardRule, Tied, ViewSettings,
 };
 use ckfs_layouts::LayoutTraits;
 use ckfs_tensor::DType;
 
 use super::{
-    embedded::Embedded,
-    family::Family,
-    layout_file::LayoutFile,
-    problem::{PlanError, Problem},
-    select::Subset,
-    shard::Sharding,
+    embedded::Embedded, family::Family, layout_file::LayoutFile, problem::PlanError, select::Subset, shard::Sharding,
 };
 
 /// How tensors are named and shaped.
@@ -79,19 +74,24 @@ impl ViewOptions {
     /// The rename that gives layers the word of the model's releases, where the layout goes by names of repositories and the user gave
     /// no rename.
     pub(super) fn respelling(&self, checkpoint: &Checkpoint) -> Option<Rename> {
-        let by_names = matches!(self.layout, Layout::Canonical | Layout::Gguf | Layout::Hf | Layout::Embedded(_));
-        let asks =
-            by_names && self.subset.source_renames.is_empty() && checkpoint.container() == Container::Safetensors;
-        if asks { respelled(checkpoint) } else { None }
+        if self.takes_names() && checkpoint.container() == Container::Safetensors {
+            respelled(checkpoint)
+        } else {
+            None
+        }
+    }
+
+    /// Whether the layout goes by names, which the user has not changed.
+    fn takes_names(&self) -> bool {
+        self.subset.source_renames.is_empty() && !matches!(self.layout, Layout::Stored | Layout::File(_))
     }
 
     /// The rename that takes away what wraps the model in the names, where the layout goes by names of repositories and the user gave
     /// no rename. The words of a repository with a configuration of its own must be certain to be wrappers, or hide the names that
     /// its model has.
     pub(super) fn unwrapping(&self, checkpoint: &Checkpoint) -> Option<Rename> {
-        let by_names = matches!(self.layout, Layout::Canonical | Layout::Gguf | Layout::Hf | Layout::Embedded(_));
         // The leaves of Orbax are found under any prefix.
-        let is_asked = by_names && self.subset.source_renames.is_empty() && checkpoint.container() != Container::Orbax;
+        let is_asked = self.takes_names() && checkpoint.container() != Container::Orbax;
         let (rule, is_certain) = checkpoint.proposed_rename().filter(|_| is_asked)?;
         let rename = Rename::parse(&rule).ok()?;
         let is_state = checkpoint.container() != Container::Safetensors || checkpoint.companion().is_some();
@@ -191,39 +191,27 @@ pub struct ViewOptions {
 }
 
 impl Layout {
-    /// The layout of a user's word: one in the program, or else a file `*.toml`, which is read.
-    ///
-    /// # Errors
-    /// Everything wrong with the file, or the list of names if it is none.
-    pub fn find(word: &str) -> Result<Self, PlanError> {
-        let Ok(mut choice) = LayoutChoice::from_word(word) else { return Err(unknown_layout(word)) };
-        if let Err(error) = choice.read_file() {
-            let reason = if let ConfigError::Read { reason, .. } = error { reason } else { error.to_string() };
-            return Err(Problem::File { file: word.to_owned(), reason }.into());
-        }
-        Self::of(&choice)
-    }
-
     /// The chosen layout. The text of a file has been read.
     ///
     /// # Errors
     /// Everything wrong with the file.
+    ///
+    /// # Panics
+    /// If the name is none of a layout.
     pub fn of(choice: &LayoutChoice) -> Result<Self, PlanError> {
         match choice {
             LayoutChoice::Named("canonical") => Ok(Self::Canonical),
             LayoutChoice::Named("gguf") => Ok(Self::Gguf),
             LayoutChoice::Named("hf") => Ok(Self::Hf),
             LayoutChoice::Named("stored") => Ok(Self::Stored),
-            LayoutChoice::Named(name) => Embedded::find(name).map(Self::Embedded).ok_or_else(|| unknown_layout(name)),
+            LayoutChoice::Named(name) => {
+                Ok(Self::Embedded(Embedded::find(name).expect("the choice is of these names")))
+            }
             LayoutChoice::File { path, text } => {
                 LayoutFile::parse(&path.display().to_string(), text).map(|file| Self::File(Arc::new(file)))
             }
         }
     }
-}
-
-fn unknown_layout(word: &str) -> PlanError {
-    Problem::File { file: format!("layout {word:?}"), reason: LayoutChoice::expected() }.into()
 }
 
 impl ViewOptions {

@@ -4,8 +4,9 @@ use std::{fs, ops::ControlFlow, path::Path, sync::Arc};
 
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
+    config::{LayoutChoice, value},
     format::safetensors::write_header,
-    plan::{Plan, ViewOptions},
+    plan::{Layout, Plan, ViewOptions},
     tensor::{DType, TensorId},
     volume::{FileSystem, Ino, NodeKind, ViewPlan, Volume, VolumeOptions},
 };
@@ -80,6 +81,13 @@ pub fn llama(layers: u64, dtype: DType) -> TempDir {
     let (a, b) = rows.split_at(rows.len() / 2);
     write_repo(dir.path(), &[a, b], &llama_config(layers));
     dir
+}
+
+/// The layout of a user's word, which is right.
+pub fn layout(word: &str) -> Layout {
+    let mut choice = <LayoutChoice as value::SettingValue>::from_word(word).unwrap();
+    choice.read_file().unwrap();
+    Layout::of(&choice).unwrap()
 }
 
 pub fn open(dir: &Path) -> Arc<Checkpoint> {

@@ -599,7 +599,7 @@ fn materialized_files_equal_the_reference() {
         (DType::BF16, "canonical", "tensor=2", 1),
     ] {
         let dir = large(source);
-        let layout = Layout::find(layout).unwrap();
+        let layout = repo::layout(layout);
         let options = ViewOptions { layout, dtype: Some(DType::BF16), ..options(mesh) };
         let engine = EngineOptions { tile_cache_bytes: 64 << 20, workers, ..EngineOptions::default() };
         let checkpoint = repo::open(dir.path());
@@ -656,8 +656,7 @@ fn readers_of_a_file_in_materialization_share_its_pieces() {
         ("canonical", "pt/dev1.pt", 2),
     ] {
         let dir = large(DType::F32);
-        let options =
-            ViewOptions { layout: Layout::find(layout).unwrap(), dtype: Some(DType::BF16), ..options("fsdp=2") };
+        let options = ViewOptions { layout: repo::layout(layout), dtype: Some(DType::BF16), ..options("fsdp=2") };
         let engine = EngineOptions { workers, ..EngineOptions::default() };
         let checkpoint = repo::open(dir.path());
         let new = || repo::volume(&checkpoint, &options, VolumeOptions { engine, ..VolumeOptions::default() });

@@ -7,7 +7,7 @@ use std::{collections::HashMap, fs, path::Path};
 use crate::common::repo;
 use ckfs::{
     checkpoint::Checkpoint,
-    plan::{Layout, Mesh, Plan, PlannedTensor, ViewOptions, amplification::Amplification},
+    plan::{Mesh, Plan, PlannedTensor, ViewOptions, amplification::Amplification},
     source::page_size::page_bytes,
     tensor::{ByteRuns, Reads, TensorId, reads},
 };
@@ -71,7 +71,7 @@ fn plans_of_every_family_report_the_over_read_of_an_exact_count() {
             ] {
                 let options = ViewOptions {
                     mesh: Mesh::parse(mesh).unwrap(),
-                    layout: Layout::find(layout).unwrap(),
+                    layout: repo::layout(layout),
                     devices,
                     ..ViewOptions::default()
                 };

@@ -332,7 +332,7 @@ fn single_experts_are_spread_over_the_devices_of_their_axis() {
         }
     }
     for layout in ["hf", "canonical"] {
-        let (layout, mesh) = (Layout::find(layout).unwrap(), Mesh::parse("expert=2").unwrap());
+        let (layout, mesh) = (repo::layout(layout), Mesh::parse("expert=2").unwrap());
         let options = ViewOptions { layout, mesh, unscanned: true, ..ViewOptions::default() };
         let plan = build(&rows, &json!({ "model_type": "own" }), &options).unwrap();
         let held = |device: u64, expert: u64| {
@@ -347,7 +347,7 @@ fn single_experts_are_spread_over_the_devices_of_their_axis() {
 #[test]
 fn sizes_of_mesh_axes_that_fit_are_proposed() {
     let with = |layout: &str, mesh: &str| {
-        let (layout, mesh) = (Layout::find(layout).unwrap(), Mesh::parse(mesh).unwrap());
+        let (layout, mesh) = (repo::layout(layout), Mesh::parse(mesh).unwrap());
         let mut config = repo::llama_config(2);
         (config["intermediate_size"], config["vocab_size"]) = (json!(36), json!(40));
         build(&repo::llama_rows(2, W), &config, &ViewOptions { layout, mesh, ..ViewOptions::default() })
@@ -739,7 +739,7 @@ fn maxtext_models_that_rotate_halves_are_refused_until_rope_is_set() {
         let (tensors, config) = sized(layers, width, vocabulary, scaled);
         let warned = |rope: Option<&str>| {
             let set = rope.map(|rope| ("rope".to_owned(), rope.to_owned())).into_iter().collect();
-            let layout = Layout::find("maxtext").unwrap();
+            let layout = repo::layout("maxtext");
             let options = ViewOptions {
                 layout,
                 set,

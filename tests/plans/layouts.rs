@@ -12,8 +12,10 @@ use std::{
     sync::Arc,
 };
 
+use crate::common::repo;
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
+    config::{LayoutChoice, value},
     format::safetensors::{DATA_ALIGNMENT, write_header},
     plan::{Layout, LayoutFile, LogicalRule, Mesh, Pattern, Plan, PlanError, ShardRule, Sharding, ViewOptions},
     read::EngineOptions,
@@ -40,7 +42,7 @@ fn expected(family: &str, scanned: bool) -> (Value, Vec<Value>) {
 }
 
 fn options(scanned: bool, mesh: &str, facts: &Value) -> ViewOptions {
-    let layout = Layout::find(if scanned { "maxtext" } else { "maxtext-unscanned" }).unwrap();
+    let layout = repo::layout(if scanned { "maxtext" } else { "maxtext-unscanned" });
     let mut set = BTreeMap::new();
     if facts["vocab_size"] != facts["hf_vocab_size"] {
         set.insert("vocab_size".to_owned(), facts["vocab_size"].to_string());
@@ -284,7 +286,7 @@ impl Saved {
     }
 
     fn options(self, scanned: bool, set: &[(&str, &str)]) -> ViewOptions {
-        let layout = Layout::find(if scanned { "maxtext" } else { "maxtext-unscanned" }).unwrap();
+        let layout = repo::layout(if scanned { "maxtext" } else { "maxtext-unscanned" });
         let set = set.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let dtype = (self == Self::F32).then_some(DType::F32);
         ViewOptions { layout, dtype, set, ..ViewOptions::default() }
@@ -586,7 +588,7 @@ fn gemma4_with_any_number_of_layers() {
 fn impossible_sizes_are_refused() {
     let checkpoint = open(&fixture("llama3.1").join("hf"));
     let set = BTreeMap::from([("vocab_size".to_owned(), (1_u64 << 52).to_string())]);
-    let layout = Layout::find("maxtext").unwrap();
+    let layout = repo::layout("maxtext");
     let options = ViewOptions { layout, set, dtype: Some(DType::F64), ..ViewOptions::default() };
     let error = Plan::build(&checkpoint, &options).unwrap_err().to_string();
     assert!(error.contains("all tensors together have more than 2305843009213693952 bytes"), "{error}");
@@ -710,7 +712,7 @@ fn example(name: &str) -> PathBuf {
 
 #[test]
 fn the_example_of_other_names_works() {
-    let layout = Layout::find(example("meta-llama.toml").to_str().unwrap()).unwrap();
+    let layout = repo::layout(example("meta-llama.toml").to_str().unwrap());
     let checkpoint = open(&fixture("llama3.1").join("hf"));
     let mesh = Mesh::parse("tensor=2").unwrap();
     let plan = Plan::build(&checkpoint, &ViewOptions { layout, mesh, ..ViewOptions::default() }).unwrap();
@@ -745,7 +747,7 @@ fn bytes_of(checkpoint: &Checkpoint, view: &View) -> Vec<u8> {
 
 #[test]
 fn the_example_of_fused_and_stacked_tensors_works() {
-    let layout = Layout::find(example("fused-stacked.toml").to_str().unwrap()).unwrap();
+    let layout = repo::layout(example("fused-stacked.toml").to_str().unwrap());
     let checkpoint = open(&fixture("llama3.1").join("hf"));
     let mesh = Mesh::parse("replica=2,model=2").unwrap();
     let set = BTreeMap::from([("vocab_multiple".to_owned(), "64".to_owned())]);
@@ -858,13 +860,17 @@ fn malformed_files_are_refused_with_their_lines() {
     let text = "name = 'x'\n[vars]\na = '('\nb = ')'\n[[leaf]]\nto = 'a'\nfrom = 'b'\nview = 'nosuch(x)'";
     let error = LayoutFile::parse("my.toml", text).unwrap_err();
     assert_eq!(error.problems.len(), 3, "{error}");
-    let error = Layout::find("nosuch").unwrap_err().to_string();
+    let error = <LayoutChoice as value::SettingValue>::from_word("nosuch").unwrap_err();
     assert_eq!(
         error,
         "layout \"nosuch\": expected canonical, gguf, hf, maxtext, maxtext-unscanned, megatron, megatron-unscanned, sglang, \
          stored, torchtitan, transformers, vllm or a file *.toml"
     );
-    let error = Layout::find("/nowhere/x.toml").unwrap_err().to_string();
+    let error = <LayoutChoice as value::SettingValue>::from_word("/nowhere/x.toml")
+        .unwrap()
+        .read_file()
+        .unwrap_err()
+        .to_string();
     assert!(error.starts_with("/nowhere/x.toml: "), "{error}");
 }
 
@@ -1130,7 +1136,7 @@ fn names_of_torchtitan_and_transformers() {
         let rows: BTreeMap<&str, &str> = rows.lines().filter_map(|row| row.split_once(' ')).collect();
         let checkpoint = open(&fixture(family).join("hf"));
         let mesh = Mesh::parse("fsdp=2").unwrap();
-        let options = ViewOptions { layout: Layout::find(layout).unwrap(), mesh, ..ViewOptions::default() };
+        let options = ViewOptions { layout: repo::layout(layout), mesh, ..ViewOptions::default() };
         let plan = Plan::build(&checkpoint, &options).unwrap_or_else(|error| panic!("{family}: {error}"));
         let found: BTreeMap<String, String> = (plan.tensors.iter())
             .filter_map(|tensor| Some((tensor.name.strip_prefix(prefix)?.to_owned(), tensor.view.shape().to_string())))
@@ -1366,7 +1372,7 @@ fn layers_of_other_widths_are_refused_with_one_message_that_names_them() {
     }
     let (_directory, checkpoint) = hollow(&config, &shapes);
     for layout in ["maxtext", "maxtext-unscanned", "megatron", "megatron-unscanned", "vllm"] {
-        let options = ViewOptions { layout: Layout::find(layout).unwrap(), ..ViewOptions::default() };
+        let options = ViewOptions { layout: repo::layout(layout), ..ViewOptions::default() };
         let error = Plan::build(&checkpoint, &options).unwrap_err();
         assert_eq!(error.problems.len(), 1, "{layout}: {error}");
         let error = error.to_string();
@@ -1380,7 +1386,7 @@ fn layers_of_other_widths_are_refused_with_one_message_that_names_them() {
         }
     }
     for layout in ["canonical", "hf"] {
-        let options = ViewOptions { layout: Layout::find(layout).unwrap(), ..ViewOptions::default() };
+        let options = ViewOptions { layout: repo::layout(layout), ..ViewOptions::default() };
         Plan::build(&checkpoint, &options).unwrap_or_else(|error| panic!("{layout}: {error}"));
     }
 }
@@ -1456,7 +1462,7 @@ fn impossible_logical_rules_are_reported() {
     };
     let build = |layout: &str, sharding, rules| {
         let mesh = Mesh::parse("fsdp=2,tensor=2").unwrap();
-        let layout = Layout::find(layout).unwrap();
+        let layout = repo::layout(layout);
         let options = ViewOptions { layout, mesh, sharding, logical_rules: rules, ..ViewOptions::default() };
         Plan::build(&checkpoint, &options)
     };

@@ -224,7 +224,7 @@ fn a_tied_head_is_left_to_the_rules_of_a_layout() {
     let dir = repo::llama(1, DType::BF16);
     for layout in ["maxtext", "vllm"] {
         for tied in [Tied::Alias, Tied::Absent] {
-            let options = ViewOptions { layout: Layout::find(layout).unwrap(), tied, ..ViewOptions::default() };
+            let options = ViewOptions { layout: repo::layout(layout), tied, ..ViewOptions::default() };
             let error = refused(dir.path(), &options);
             assert!(error.contains(&format!("tied: the rules of layout {layout} say whether")), "{error}");
         }
@@ -318,7 +318,7 @@ fn a_stored_head_that_is_not_the_embedding_is_kept_although_the_configuration_ti
     for quantity in [1, 500] {
         let (equal, differing) = (with_stored_head(false, quantity), with_stored_head(true, quantity));
         for layout in [None, Some("vllm"), Some("maxtext"), Some("megatron"), Some("torchtitan")] {
-            let layout = layout.map_or(Layout::Hf, |name| Layout::find(name).unwrap());
+            let layout = layout.map_or(Layout::Hf, repo::layout);
             let plan = |dir: &Path, tied| {
                 let options = ViewOptions { tied, layout: layout.clone(), ..ViewOptions::default() };
                 let checkpoint = repo::open(dir);
@@ -422,7 +422,7 @@ fn a_layout_without_a_head_refuses_a_head_of_its_own() {
     let text = "name = 'headless'\n[[leaf]]\nto = 'e'\nfrom = 'model.embed_tokens.weight'\n[[ignore]]\nnames = '*'\n";
     let path = dir.path().join("layout.toml");
     fs::write(&path, text).unwrap();
-    let layout = Layout::find(path.to_str().unwrap()).unwrap();
+    let layout = repo::layout(path.to_str().unwrap());
     let error = refused(dir.path(), &ViewOptions { layout: layout.clone(), ..ViewOptions::default() });
     assert!(error.contains("lm_head.weight is stored and differs from model.embed_tokens.weight"), "{error}");
     Plan::build(&repo::open(dir.path()), &ViewOptions { layout, tied: Tied::Absent, ..ViewOptions::default() })

@@ -15,6 +15,7 @@ use std::{
     sync::Arc,
 };
 
+use crate::common::repo;
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
     plan::{Embedded, Layout, Plan, ViewOptions},
@@ -73,7 +74,7 @@ fn tensors(checkpoint: &Arc<Checkpoint>, plan: &Plan) -> Tensors {
 
 /// A checkpoint of MaxText's leaves, made from a family's fixture, with the file of all leaves.
 fn save(directory: &Path, family: &str, layout: &str, set: &[(&str, &str)]) -> PathBuf {
-    let layout = Layout::find(layout).unwrap();
+    let layout = repo::layout(layout);
     let set: BTreeMap<_, _> = set.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
     let checkpoint = open(&fixture(family).join("hf"), &OpenOptions::default());
     let options = ViewOptions { layout, set, ..ViewOptions::default() };
@@ -280,7 +281,7 @@ fn megatrons_layers_with_and_without_experts_come_back() {
         text.extend(wanted.values().flat_map(|(_, _, bytes)| bytes));
         fs::write(hf.join("model.safetensors"), text).unwrap();
         let repository = open(&hf, &OpenOptions::default());
-        let options = ViewOptions { layout: Layout::find("megatron-unscanned").unwrap(), ..ViewOptions::default() };
+        let options = ViewOptions { layout: repo::layout("megatron-unscanned"), ..ViewOptions::default() };
         let plan = Plan::build(&repository, &options).unwrap_or_else(|error| panic!("{error}"));
         let file = directory.path().join("leaves.safetensors");
         fs::write(&file, read(&volume(&repository, plan), "safetensors/dev0.safetensors")).unwrap();
@@ -297,7 +298,7 @@ fn megatrons_layers_with_and_without_experts_come_back() {
 fn what_megatron_says_of_its_weights_is_refused_where_it_is_not_assumed() {
     let directory = TempDir::new().unwrap();
     let checkpoint = open(&fixture("qwen3-moe").join("hf"), &OpenOptions::default());
-    let options = ViewOptions { layout: Layout::find("megatron").unwrap(), ..ViewOptions::default() };
+    let options = ViewOptions { layout: repo::layout("megatron"), ..ViewOptions::default() };
     let saved = directory.path().join("saved");
     random::export(&volume(&checkpoint, Plan::build(&checkpoint, &options).unwrap()), "dcp", &saved);
     let said = |members: &str| {

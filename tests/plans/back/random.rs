@@ -10,6 +10,7 @@ use std::{
     sync::Arc,
 };
 
+use crate::common::repo;
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
     plan::{Layout, Mesh, Plan, ViewOptions},
@@ -169,7 +170,7 @@ fn check(model: &Model, way: &Way, seed: u64) {
     write_repository(&directory.path().join("hf"), model, way.dtype, &made);
     let repository = open(&directory.path().join("hf"), &OpenOptions::default());
     let options = ViewOptions {
-        layout: Layout::find(way.layout).unwrap(),
+        layout: repo::layout(way.layout),
         dtype: (way.dtype != DType::BF16).then_some(way.dtype),
         set: parameters(&way.set),
         mesh: Mesh::parse(way.mesh).unwrap(),

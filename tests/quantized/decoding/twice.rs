@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fs, sync::Arc};
 use ckfs::{
     checkpoint::Checkpoint,
     format::safetensors::write_header,
-    plan::{Layout, Mesh, Plan, ViewOptions},
+    plan::{Mesh, Plan, ViewOptions},
     source::FileId,
     tensor::DType,
     volume::{Ino, VolumeOptions},
@@ -189,7 +189,7 @@ impl Opened {
 }
 
 pub(crate) fn options(layout: &str, mesh: &str) -> ViewOptions {
-    ViewOptions { layout: Layout::find(layout).unwrap(), mesh: Mesh::parse(mesh).unwrap(), ..ViewOptions::default() }
+    ViewOptions { layout: repo::layout(layout), mesh: Mesh::parse(mesh).unwrap(), ..ViewOptions::default() }
 }
 
 fn noise(seed: &str, length: usize) -> Vec<u8> {
