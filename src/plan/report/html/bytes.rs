@@ -1,7 +1,7 @@
 //! The bytes of the source files that feed each part of a tensor.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashMap},
     ops::Range,
 };
 
@@ -37,17 +37,6 @@ pub(super) struct Patterns<'a> {
     pub(super) listed: Numbered<String, Value>,
 }
 
-/// The stored tensors that a leaf reads, each once.
-pub(super) fn sources_of(leaf: &ReadLeaf<'_>) -> Vec<TensorId> {
-    let (mut sources, mut seen) = (Vec::new(), HashSet::new());
-    leaf.view.for_each_stored(&mut |id| {
-        if seen.insert(id) {
-            sources.push(id);
-        }
-    });
-    sources
-}
-
 impl<'a> Patterns<'a> {
     pub(super) fn new(checkpoint: &'a Checkpoint, budget: PageBudget) -> Self {
         let (kinds, known, listed) = (NumberedSet::default(), HashMap::new(), Numbered::default());
@@ -55,7 +44,7 @@ impl<'a> Patterns<'a> {
     }
 
     /// The kind of a leaf.
-    pub(super) fn kind(&mut self, leaf: &ReadLeaf<'_>, sources: &[TensorId]) -> usize {
+    pub(super) fn kind(&mut self, leaf: &ReadLeaf<'_>, sources: &NumberedSet<TensorId>) -> usize {
         self.expression.read(leaf.view);
         let operands = sources.iter().map(|id| self.checkpoint.tensor(*id).bytes()).collect();
         self.kinds.insert_full((self.expression.words.clone(), operands)).0
@@ -66,7 +55,7 @@ impl<'a> Patterns<'a> {
         &mut self,
         kind: usize,
         leaf: &ReadLeaf<'_>,
-        sources: &[TensorId],
+        sources: &NumberedSet<TensorId>,
         held: &Region,
     ) -> Option<usize> {
         let region = leaf.region(held);
@@ -91,14 +80,13 @@ impl<'a> Patterns<'a> {
     }
 }
 
-fn pattern(leaf: &ReadLeaf<'_>, sources: &[TensorId], region: &Region) -> Value {
+fn pattern(leaf: &ReadLeaf<'_>, sources: &NumberedSet<TensorId>, region: &Region) -> Value {
     // A view without a tiling was refused when the plan was made.
     let Some(tiling) = leaf.view.region(region).ok().and_then(|view| view.lower().ok()) else { return json!([]) };
-    let numbers: HashMap<TensorId, usize> = sources.iter().enumerate().map(|(number, id)| (*id, number)).collect();
     let mut by_source: BTreeMap<usize, Vec<ByteRuns>> = BTreeMap::new();
     for (id, runs) in runs_of(&tiling) {
-        if let Some(number) = numbers.get(&id) {
-            by_source.entry(*number).or_default().push(runs);
+        if let Some(number) = sources.get_index_of(&id) {
+            by_source.entry(number).or_default().push(runs);
         }
     }
     let rows = by_source.into_iter().take(SOURCES_SHOWN).map(|(number, mut runs)| {

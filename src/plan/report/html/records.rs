@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::{
     super::effects::{TensorGroup, groups},
     budget::PageBudget,
-    bytes::{EmbeddedFiles, Patterns, number_of, source_json, sources_of},
+    bytes::{EmbeddedFiles, Patterns, number_of, source_json},
     cuts::{Cut, CutPart, Cuts, repeated},
 };
 use crate::{
@@ -17,7 +17,7 @@ use crate::{
     amplification::Amplification,
     leaf::{ReadLeaf, for_each_leaf},
     name_group,
-    numbered::Numbered,
+    numbered::{Numbered, NumberedSet},
 };
 
 /// Rows of a view.
@@ -152,7 +152,7 @@ impl Maker<'_> {
         let (shown, count) = choose(group, cut);
         let (mut reads, mut rows) = (Numbered::default(), Vec::new());
         for (member, leaf) in &shown {
-            let sources = sources_of(leaf);
+            let sources: NumberedSet<TensorId> = leaf.view.stored_ids().into_iter().collect();
             let kind = self.patterns.kind(leaf, &sources);
             let number = match reads.get_index_of(&kind) {
                 Some(number) => number,
@@ -174,7 +174,13 @@ impl Maker<'_> {
     }
 
     /// What each part reads of a leaf of this kind, as pairs of number and repetitions.
-    fn reads_of(&mut self, cut: &Cut, kind: usize, leaf: &ReadLeaf<'_>, sources: &[TensorId]) -> Option<Value> {
+    fn reads_of(
+        &mut self,
+        cut: &Cut,
+        kind: usize,
+        leaf: &ReadLeaf<'_>,
+        sources: &NumberedSet<TensorId>,
+    ) -> Option<Value> {
         let of_parts = cut.parts.iter().map(|part| self.patterns.of(kind, leaf, sources, &part.region));
         let of_parts = repeated(&of_parts.collect::<Option<Vec<usize>>>()?);
         self.sources.take(&of_parts).then_some(of_parts)
