@@ -257,9 +257,7 @@ fn devices_text(plan: &Plan, total_bytes: u64, line: &mut Line<'_>) {
 
 /// The names that are missing or unexpected, and the differences between layers.
 fn findings_text(plan: &Plan, line: &mut Line<'_>) {
-    for group in plan.missing.iter().take(NAMES_SHOWN) {
-        line("missing", &group.to_string());
-    }
+    list(line, "missing", NAMES_SHOWN, plan.missing.iter().map(ToString::to_string));
     list(line, "unexpected", NAMES_SHOWN, plan.unexpected.iter().map(ToString::to_string));
     for hole in plan.holes.iter().take(NAMES_SHOWN) {
         line("layers", &hole.to_string());
