@@ -8,7 +8,7 @@ use ckfs_tensor::{TensorId, View};
 use super::{
     super::{
         Draft, Family, Layout, PlanError, Problem,
-        quantize::{Quantizer, StoredBefore, WeightChoice, with_codes},
+        quantize::{Quantizer, WeightChoice, with_codes},
         values::Values,
     },
     stage::{Builder, ChosenLayout, Selection},
@@ -51,11 +51,10 @@ impl<'a> Builder<'a> {
             return Err(problem(format!("{}: {reason}", scheme.word())));
         }
         let family = chosen.family.or_else(|| Family::of(wanted.seen()));
-        let stored = StoredBefore {
-            has_dtype: options.dtype.is_some() || matches!(options.dequantize, Some(Dequantize::To(_))),
-            has_powers_of_two: wanted.seen().dialect().quantization.has_powers_of_two,
-        };
-        Ok(WeightChoice::of(options, family).map(|choice| Quantizer::new(choice, stored)))
+        let has_dtype = options.dtype.is_some() || matches!(options.dequantize, Some(Dequantize::To(_)));
+        let has_powers_of_two = wanted.seen().dialect().quantization.has_powers_of_two;
+        let choice = WeightChoice::of(options, family);
+        Ok(choice.map(|choice| Quantizer::new(choice, has_dtype, has_powers_of_two)))
     }
 
     /// Puts codes in the place of weights.

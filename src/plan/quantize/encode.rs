@@ -27,17 +27,11 @@ type Find<'a> = dyn Fn(&str) -> Option<View> + 'a;
 #[derive(Debug)]
 pub(crate) struct Quantizer<'a> {
     choice: WeightChoice<'a>,
-    stored: StoredBefore,
-    findings: Mutex<ChosenSoFar>,
-}
-
-/// What is known of weights that are quantized already.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct StoredBefore {
     /// Whether the user asks for a dtype: then what was quantized is decoded to that before it is quantized again.
-    pub(crate) has_dtype: bool,
+    has_dtype: bool,
     /// Whether scales that are stored as floats are said to be powers of two.
-    pub(crate) has_powers_of_two: bool,
+    has_powers_of_two: bool,
+    findings: Mutex<ChosenSoFar>,
 }
 
 /// A stored tensor of a quantized weight.
@@ -97,8 +91,8 @@ const fn stored(scheme: Quantize) -> &'static [(&'static str, Stored)] {
 }
 
 impl<'a> Quantizer<'a> {
-    pub(crate) fn new(choice: WeightChoice<'a>, stored: StoredBefore) -> Self {
-        Self { choice, stored, findings: Mutex::default() }
+    pub(crate) fn new(choice: WeightChoice<'a>, has_dtype: bool, has_powers_of_two: bool) -> Self {
+        Self { choice, has_dtype, has_powers_of_two, findings: Mutex::default() }
     }
 
     /// What was chosen so far.
@@ -215,7 +209,7 @@ impl<'a> Quantizer<'a> {
     /// What is encoded of a view: what was quantized before is decoded to f32, unless the user asks for another dtype.
     fn input(&self, view: &View) -> View {
         if let Op::Cast { of } = view.op()
-            && !self.stored.has_dtype
+            && !self.has_dtype
             && is_decoded(of)
         {
             return of.clone();
@@ -228,7 +222,7 @@ impl<'a> Quantizer<'a> {
         let Op::Quantized(value) = view.op() else { return false };
         value.scale_of(DType::F8E4M3).is_some_and(|scale| match scale.load.field {
             Field::Float(DType::F8E8M0) => true,
-            Field::Float(_) => self.stored.has_powers_of_two,
+            Field::Float(_) => self.has_powers_of_two,
             Field::Integer(_) | Field::Table(..) => false,
         })
     }

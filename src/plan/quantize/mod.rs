@@ -13,6 +13,6 @@ pub use self::choice::{Chosen, Kind, Left};
 pub(crate) use self::{
     choice::{WeightChoice, module},
     config::{HF_QUANT_CONFIG, quantization_file},
-    encode::{Quantizer, StoredBefore, with_codes},
+    encode::{Quantizer, with_codes},
     kept::kept,
 };
