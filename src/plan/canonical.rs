@@ -76,17 +76,13 @@ struct NamedParts {
 type KindName<'a> = (&'a str, &'a str, bool, bool);
 
 impl PartKind {
-    /// The name within the layer, for a stack over experts.
-    fn collapsed(&self) -> String {
-        naming::without_expert(&self.rest, self.single)
-    }
-
     fn name(&self) -> KindName<'_> {
         (&self.prefix, &self.rest, self.in_layer, self.single)
     }
 
     fn scanned(&self) -> Option<String> {
-        self.in_layer.then(|| format!("{}layers.scanned.{}", self.prefix, self.collapsed()))
+        let rest = naming::without_expert(&self.rest, self.single);
+        self.in_layer.then(|| format!("{}layers.scanned.{rest}", self.prefix))
     }
 }
 
