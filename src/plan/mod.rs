@@ -64,12 +64,9 @@ pub use name::{
     naming::{SELF_WORD, component},
     rename,
 };
-pub use need::{
-    amplification,
-    remote_bytes::{FETCHED_BYTES, RemoteBytes},
-};
+pub use need::remote_bytes::{FETCHED_BYTES, RemoteBytes};
 pub use options::{Layout, ViewOptions};
-pub use planned::{DecodedScheme, MergedAdapter, Plan, PlannedTensor, Rank, TensorKinds, Whole};
+pub use planned::{Amplification, DecodedScheme, MergedAdapter, Plan, PlannedTensor, Rank, TensorKinds, Whole};
 pub use repository::hf::{self, HfContent, HfFile};
 pub use select::Subset;
 pub use split::{

@@ -9,13 +9,12 @@ use std::{
 };
 
 use ckfs_config::Mesh;
-use ckfs_tensor::{DType, PIECES_MAX, Region, Shape, TilingError, View};
+use ckfs_tensor::{DType, PIECES_MAX, Reads, Region, Shape, TilingError, View};
 use hashbrown::HashSet;
 use rayon::prelude::*;
 use serde::Serialize;
 
 use super::{
-    amplification::Amplification,
     draft::{Bundled, Draft},
     gguf::GgufFile,
     hf::HfFile,
@@ -487,6 +486,18 @@ impl Plan {
         }
         tensor.name.split('.').map(component).collect()
     }
+}
+
+/// The bytes that a plan's devices read from the sources for all bundled tensors.
+#[derive(Clone, Debug)]
+pub struct Amplification {
+    /// By listed device, in order.
+    pub devices: Vec<Reads>,
+    /// All listed devices together, as on a host with one page cache.
+    pub union: Reads,
+    /// By name with `*` for numbers: the reads of these tensors alone, on the device with the greatest excess. Sorted
+    /// by excess, the greatest first.
+    pub tensors: Vec<(String, Reads)>,
 }
 
 /// Spec, first of the experts that the same devices hold, stage, shape, and whether torch counts two elements as one.

@@ -7,7 +7,7 @@ use std::{collections::HashMap, fs, path::Path};
 use crate::common::repo;
 use ckfs::{
     checkpoint::Checkpoint,
-    plan::{Mesh, Plan, PlannedTensor, ViewOptions, amplification::Amplification},
+    plan::{Amplification, Mesh, Plan, PlannedTensor, ViewOptions},
     source::page_size::page_bytes,
     tensor::{ByteRuns, Reads, TensorId, reads},
 };

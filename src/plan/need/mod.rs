@@ -1,6 +1,5 @@
 //! Which source bytes the devices of a plan need, and how many of them storage has to bring.
 
-pub mod amplification;
 pub(crate) mod leaf;
 pub(crate) mod needed;
 pub(crate) mod page_reads;

@@ -15,11 +15,10 @@ use smallvec::SmallVec;
 
 use super::{
     super::{
-        Plan, PlannedTensor,
+        Amplification, Plan, PlannedTensor,
         naming::group_name,
         numbered::{Numbered, number_of},
     },
-    amplification::Amplification,
     leaf::{ReadLeaf, for_each_leaf, for_each_leaf_of},
 };
 
@@ -275,36 +274,29 @@ fn reads_of_leaf(
     (regions, borders): (&[Region], &[Vec<u64>]),
     sources: &HashMap<TensorId, u32>,
 ) -> LeafReads {
-    let mut parts = vec![Vec::new()];
-    let mut known: HashMap<Region, u32> = HashMap::new();
+    let mut parts: Numbered<Option<Region>, Vec<Vec<ByteRuns>>> = [(None, Vec::new())].into_iter().collect();
     let mut part = |held: &Region| {
         for (axis, below) in &place.fixed {
             let at = borders[*axis].get(below.checked_sub(1)?)?;
             range(held, *axis).filter(|range| range.contains(at))?;
         }
         let ranges: Option<SmallVec<[Range<u64>; 4]>> = place.axes.iter().map(|axis| range(held, *axis)).collect();
-        let region = Region::within(view.shape(), &ranges?)?;
-        if region.shape().is_empty() {
-            return None;
-        }
-        if let Some(part) = known.get(&region) {
-            return Some(*part);
+        let held = Some(Region::within(view.shape(), &ranges?)?).filter(|region| !region.shape().is_empty());
+        if let Some(part) = parts.get_index_of(&held) {
+            return Some(number(part));
         }
         // A view without a tiling was refused when the plan was made.
-        let tiling = view.region(&region).ok()?.lower().ok()?;
+        let tiling = view.region(held.as_ref()?).ok()?.lower().ok()?;
         let mut runs = vec![Vec::new(); sources.len()];
         for (source, found) in
             tiling.pieces().iter().flat_map(|piece| ByteRuns::of_some(&tiling, piece, &|id| sources.contains_key(&id)))
         {
             runs[*sources.get(&source)? as usize].push(found);
         }
-        parts.push(runs);
-        let part = number(parts.len() - 1);
-        known.insert(region, part);
-        Some(part)
+        Some(number(parts.insert_full(held, runs).0))
     };
     let part_of = regions.iter().map(|region| part(region).unwrap_or(0)).collect();
-    LeafReads { part_of, parts }
+    LeafReads { part_of, parts: parts.into_values().collect() }
 }
 
 /// A view's expression without its source tensors: equal for views that are alike.

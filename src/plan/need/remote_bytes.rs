@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 
 use super::{
-    super::{Plan, PlannedTensor, amplification::Amplification},
+    super::{Amplification, Plan, PlannedTensor},
     needed::for_each_of_part,
 };
 

@@ -8,8 +8,7 @@ use ckfs_tensor::{ByteRuns, Reads, Region, reads};
 
 use super::{
     super::{
-        Plan, PlannedTensor,
-        amplification::Amplification,
+        Amplification, Plan, PlannedTensor,
         leaf::{ReadLeaf, for_each_leaf},
         naming::group_name,
         needed::runs_of,

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use smallvec::SmallVec;
 
 use super::{
-    super::{Hole, Plan, PlannedTensor, amplification::Amplification, quantize::Chosen},
+    super::{Amplification, Hole, Plan, PlannedTensor, quantize::Chosen},
     advice::{AdviceReason, advice, reasons},
     effects::{axis_effects, bytes_per_device, training_bytes_per_device},
 };

@@ -3,7 +3,7 @@
 use ckfs_checkpoint::{Checkpoint, FileRole, first_names};
 
 use super::{
-    super::{NameGroup, Plan, PlannedTensor, amplification::Amplification, name_group::ranges, select},
+    super::{Amplification, NameGroup, Plan, PlannedTensor, name_group::ranges, select},
     advice::{by_factor, exceeds},
     effects::{axis_effects, bytes_per_device, factor, human_bytes, percent},
     text::{count_of, layers_text, listed_text, tensors_text},

@@ -6,7 +6,8 @@ use ckfs_checkpoint::{Checkpoint, Container, FileRole, LeftOut, printable};
 
 use super::{
     super::{
-        HfContent, Layout, NameGroup, Plan, PlannedTensor, amplification::Amplification, name_group::ranges, select,
+        Amplification, HfContent, Layout, NameGroup, Plan, PlannedTensor, name_group::ranges, numbered::Numbered,
+        select,
     },
     advice::{advice, by_factor, exceeds, reasons},
     effects::{AxisEffect, axis_effects, bytes_per_device, factor, groups, human_bytes, percent, reads_text},
@@ -105,12 +106,9 @@ fn over_read_text(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
     }
     let reasons = reasons(checkpoint, plan, amplification);
     // Tensors of one kind have one cause.
-    let mut causes: Vec<(String, Vec<&str>)> = Vec::new();
+    let mut causes: Numbered<String, Vec<&str>> = Numbered::default();
     for reason in &reasons {
-        match causes.iter_mut().find(|(cause, _)| *cause == reason.text()) {
-            Some((_, names)) => names.push(&reason.name),
-            None => causes.push((reason.text(), vec![&reason.name])),
-        }
+        causes.entry(reason.text()).or_default().push(&reason.name);
     }
     lines.extend(causes.iter().map(|(cause, names)| format!("why: of {}, {cause}", names.join(", "))));
     lines.extend(advice(plan, amplification, &reasons).into_iter().map(|line| format!("advice: {line}")));

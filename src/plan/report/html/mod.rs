@@ -20,7 +20,7 @@ use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::{
-    super::{RemoteBytes, amplification::Amplification},
+    super::{Amplification, RemoteBytes},
     json::{ViewReport, source_json, view_json},
     text,
 };

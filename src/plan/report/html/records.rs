@@ -13,8 +13,7 @@ use super::{
     cuts::{Cut, CutPart, Cuts, repeated},
 };
 use crate::{
-    Plan, PlannedTensor,
-    amplification::Amplification,
+    Amplification, Plan, PlannedTensor,
     leaf::{ReadLeaf, for_each_leaf},
     name_group,
     numbered::{Numbered, NumberedSet},
