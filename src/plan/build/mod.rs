@@ -70,11 +70,8 @@ impl Plan {
         let mut plan = build(merged.as_ref().unwrap_or(checkpoint), &chosen)?;
         plan.warnings.append(&mut warnings);
         plan.merged = merged.as_ref().and_then(|merged| merged_adapter(merged, &chosen, &plan));
-        plan.warnings.extend(idle_flags(checkpoint, options));
-        if options.requantize.is_some() {
-            let remarks = remarks_on_kept(checkpoint, &plan);
-            plan.warnings.extend(remarks);
-        }
+        let remarks = remarks(checkpoint, options, &plan);
+        plan.warnings.extend(remarks);
         if plan.quantized.is_none() {
             plan.warnings.extend(narrow::warning(checkpoint, &plan.tensors));
         }
@@ -90,31 +87,8 @@ impl Plan {
                 rename.map(|rename| format!("{before} '{}'{after}: --source-rename replaces this", rename.pattern()));
             plan.warnings.extend(warning);
         }
-        if checkpoint.fill().next().is_some() && !is_filled(checkpoint, &plan) {
-            plan.warnings.push(
-                "nothing is taken from --fill-from: it gives what a training program's checkpoint lacks, with --layout hf"
-                    .to_owned(),
-            );
-        }
         Ok(plan)
     }
-}
-
-/// What is not as before where codes are kept, or is not for all programs.
-fn remarks_on_kept(checkpoint: &Checkpoint, plan: &Plan) -> Vec<String> {
-    let has_factor = checkpoint.quantized().tensors.iter().any(|tensor| tensor.scheme == "nvfp4");
-    let has_order = plan.tensors.iter().any(|tensor| tensor.name.ends_with("weight_g_idx"));
-    let rows = [
-        (
-            has_factor,
-            "the factors of NVFP4 are reciprocals, rounded to f32: decoded weights may differ in the last bit",
-        ),
-        (
-            has_order,
-            "weight_g_idx and actorder group are read by compressed-tensors up to 0.18; later versions refuse them",
-        ),
-    ];
-    rows.into_iter().filter(|(is_so, _)| *is_so).map(|(_, text)| format!("requantize: {text}")).collect()
 }
 
 /// The merged adapter, and how many of the tensors that a plan shows it changes.
@@ -124,8 +98,9 @@ fn merged_adapter(merged: &Checkpoint, options: &ViewOptions, plan: &Plan) -> Op
     Some(MergedAdapter { adapter: options.merge_lora.as_ref()?.path().to_owned(), tensors })
 }
 
-/// What is requested and changes nothing of this checkpoint: a mistake, or a flag of another model.
-fn idle_flags(checkpoint: &Checkpoint, options: &ViewOptions) -> Vec<String> {
+/// What is requested and changes nothing of this checkpoint: a mistake, or a flag of another model. And what is not as before where
+/// codes are kept, or is not for all programs.
+fn remarks(checkpoint: &Checkpoint, options: &ViewOptions, plan: &Plan) -> Vec<String> {
     let (subset, dialect) = (&options.subset, checkpoint.dialect());
     let is_text = subset.part == Some(ModelPart::Text);
     let has_tower = || checkpoint.tensors().any(|(_, info)| naming::is_tower(info.name));
@@ -149,10 +124,23 @@ fn idle_flags(checkpoint: &Checkpoint, options: &ViewOptions) -> Vec<String> {
             "--text-only changes nothing: the model has text alone",
         ),
         (subset.renumber && !selects, "--renumber changes nothing: --layers leaves none out"),
+        (
+            checkpoint.fill().next().is_some() && !is_filled(checkpoint, plan),
+            "nothing is taken from --fill-from: it gives what a training program's checkpoint lacks, with --layout hf",
+        ),
+        (
+            options.requantize.is_some()
+                && checkpoint.quantized().tensors.iter().any(|tensor| tensor.scheme == "nvfp4"),
+            "requantize: the factors of NVFP4 are reciprocals, rounded to f32: decoded weights may differ in the last bit",
+        ),
+        (
+            options.requantize.is_some() && plan.tensors.iter().any(|tensor| tensor.name.ends_with("weight_g_idx")),
+            "requantize: weight_g_idx and actorder group are read by compressed-tensors up to 0.18; later versions refuse them",
+        ),
     ];
     let renames =
         rename::idle("source_rename", &subset.source_renames, || checkpoint.tensors().map(|(_, info)| info.name));
-    rows.into_iter().filter(|(is_idle, _)| *is_idle).map(|(_, text)| text.to_owned()).chain(renames).collect()
+    rows.into_iter().filter(|(is_so, _)| *is_so).map(|(_, text)| text.to_owned()).chain(renames).collect()
 }
 
 /// Whether any tensor is made from the repository that fills what the checkpoint lacks.
