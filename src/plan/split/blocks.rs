@@ -301,21 +301,17 @@ impl Layer {
         }
         let role = |stem: &str| (sayings.role)(prefix, stem, &self.modules[stem].shape);
         let shows_parts = |stem: &str| sayings.parts && role(stem).is_some_and(|role| !role.split.is_empty());
-        for form in &Generic::get().blocks {
-            for output in self.modules.keys() {
-                let Some(found) = self.formed(form, output, &covered, &shows_parts) else { continue };
+        let forms = Generic::get().blocks.iter();
+        let parts = forms.clone().filter(|form| form.partial).map(|form| (form, true));
+        for (form, is_part) in forms.map(|form| (form, false)).chain(parts) {
+            for stem in self.modules.keys() {
+                let formed = || self.formed(form, stem, &covered, &shows_parts);
+                let found = if is_part { self.part_of(form, stem, &covered) } else { formed() };
+                let Some(found) = found else { continue };
                 let parents: BTreeSet<&str> =
                     found.members.iter().map(|(stem, ..)| parent(stem)).filter(|parent| !parent.is_empty()).collect();
                 covered.extend(self.modules.keys().filter(|stem| parents.contains(parent(stem))).cloned());
                 covered.extend(found.members.iter().map(|(stem, ..)| stem.clone()));
-                blocks.push(found);
-            }
-        }
-        for form in Generic::get().blocks.iter().filter(|form| form.partial) {
-            for stem in self.modules.keys() {
-                let found = self.part_of(form, stem, &covered);
-                let Some(found) = found else { continue };
-                covered.extend(self.modules.keys().filter(|stem| parent(stem) == found.root).cloned());
                 blocks.push(found);
             }
         }
