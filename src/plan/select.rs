@@ -4,9 +4,9 @@
 //! that describes it. That configuration also serves `hf/`, if it can describe the part. A part that no configuration
 //! describes has no `hf/`, and the reason is kept.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use ckfs_checkpoint::{Checkpoint, first_names};
+use ckfs_checkpoint::{Checkpoint, TensorInfo, first_names};
 use ckfs_config::{ModelPart, value::Choice as _};
 use ckfs_tensor::TensorId;
 use serde_json::{Map, Value, json};
@@ -246,11 +246,9 @@ fn renamed(checkpoint: &Checkpoint, subset: &Subset) -> Result<Option<Checkpoint
     if subset.source_renames.is_empty() {
         return Ok(None);
     }
-    for (_, info) in checkpoint.tensors() {
-        rename::apply(&subset.source_renames, info.name)?;
-    }
-    let new = |name: &str| rename::apply(&subset.source_renames, name).expect("each name was checked just above");
-    let renamed = checkpoint.derived(None, None, |_, info| Some(new(info.name)));
+    let new = |(id, info): (TensorId, TensorInfo<'_>)| Ok((id, rename::apply(&subset.source_renames, info.name)?));
+    let names = checkpoint.tensors().map(new).collect::<Result<HashMap<TensorId, String>, PlanError>>()?;
+    let renamed = checkpoint.derived(None, None, |id, _| names.get(&id).cloned());
     let renamed = renamed.map_err(|reasons| PlanError::of("source_rename", reasons))?;
     if parts_names(checkpoint, &renamed) {
         let reason = "takes the names of scales away from those of their quantized weights".to_owned();
