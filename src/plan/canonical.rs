@@ -11,7 +11,7 @@ use std::{collections::BTreeSet, fmt::Write as _, ops::Range, sync::Arc};
 
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::Mesh;
-use ckfs_tensor::{RANK_MAX, TensorId, View};
+use ckfs_tensor::{DType, RANK_MAX, Shape, TensorId, View};
 use hashbrown::{HashMap, HashSet};
 use rayon::prelude::*;
 
@@ -608,7 +608,6 @@ fn scan(name: String, mut members: Vec<StackMember>, drafts: &[Draft]) -> Result
     let layers: Vec<&[StackMember]> = members.chunk_by(|a, b| a.layer == b.layer).collect();
     let view = |member: &StackMember| &drafts[member.at].view;
     let same = |a: &View, b: &View| a.dtype() == b.dtype() && a.shape() == b.shape();
-    let alike = |a: &[StackMember], b: &[StackMember]| a.len() == b.len() && same(view(&a[0]), view(&b[0]));
     // Within a layer: experts 0, 1, … without a gap, all of one shape and dtype.
     let regular = |layer: &[StackMember]| {
         layer.iter().zip(0u64..).all(|(member, index)| {
@@ -616,14 +615,13 @@ fn scan(name: String, mut members: Vec<StackMember>, drafts: &[Draft]) -> Result
         }) && (layer[0].expert.is_some() || layer.len() == 1)
     };
     let layers: Vec<&[StackMember]> = layers.into_par_iter().filter(|layer| regular(layer)).collect();
-    let mut kinds: Vec<Vec<&[StackMember]>> = Vec::new();
+    let mut kinds: Numbered<(usize, DType, &Shape), Vec<&[StackMember]>> = Numbered::default();
     for layer in layers {
-        match kinds.iter_mut().find(|kind| alike(kind[0], layer)) {
-            Some(kind) => kind.push(layer),
-            None => kinds.push(vec![layer]),
-        }
+        let first = view(&layer[0]);
+        kinds.entry((layer.len(), first.dtype(), first.shape())).or_default().push(layer);
     }
-    let Some(largest) = kinds.into_iter().reduce(|best, kind| if kind.len() > best.len() { kind } else { best }) else {
+    let Some(largest) = kinds.into_values().reduce(|best, kind| if kind.len() > best.len() { kind } else { best })
+    else {
         return Ok(None);
     };
     let named = |error| Problem::View { name: name.clone(), error };

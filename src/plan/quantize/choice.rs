@@ -186,14 +186,10 @@ impl<'a> WeightChoice<'a> {
 
     fn kind(&self, rest: &str, of_experts: bool) -> Kind {
         if of_experts {
-            Kind::Experts
-        } else if contains(rest, &self.rules.attention) {
-            Kind::Attention
-        } else if contains(rest, &self.rules.mlp) {
-            Kind::Mlp
-        } else {
-            Kind::Other
+            return Kind::Experts;
         }
+        let mut by_words = [(&self.rules.attention, Kind::Attention), (&self.rules.mlp, Kind::Mlp)].into_iter();
+        by_words.find(|(words, _)| contains(rest, words)).map_or(Kind::Other, |(_, kind)| kind)
     }
 
     /// The names of the weights that engines fuse with this one, itself among them.
