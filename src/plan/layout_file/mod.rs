@@ -102,7 +102,7 @@ use super::{
 };
 
 /// A text of the file as what it means, and where it stands.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct AtLine<T> {
     pub it: T,
     pub at: Span,
@@ -174,17 +174,11 @@ pub(super) struct LeafRule {
     pub experts: Option<usize>,
 }
 
-/// Names of groups.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Groups {
-    names: Vec<String>,
-    at: Span,
-}
-
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Placement {
-    pub group: Groups,
+    #[serde(deserialize_with = "read::groups")]
+    pub group: AtLine<Vec<String>>,
     pub to: Option<AtLine<TextTemplate>>,
     pub from: Option<AtLine<TextTemplate>>,
     #[serde(default)]

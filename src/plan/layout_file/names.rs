@@ -74,7 +74,7 @@ impl NameCheck<'_> {
             self.leaf(&nowhere, leaf);
         }
         for place in &file.place {
-            for leaf in place.group.names.iter().filter_map(|group| file.group.get(group)).flatten() {
+            for leaf in place.group.it.iter().filter_map(|group| file.group.get(group)).flatten() {
                 self.leaf(place, leaf);
             }
         }

@@ -16,7 +16,7 @@ use super::{
         logical::LogicalRules,
         problem::{PlanError, Problem},
     },
-    AtLine, Extents, Groups, LayoutFile, LeafRule, Placement, Sources, Span,
+    AtLine, Extents, LayoutFile, LeafRule, Placement, Sources, Span,
     names::{UnknownName, unknown_names},
     place,
 };
@@ -129,13 +129,12 @@ pub(super) fn expression<'de, D: Deserializer<'de>>(deserializer: D) -> Result<O
     Ok(Some(AtLine { it: meaning(at, &text), at }))
 }
 
-impl<'de> Deserialize<'de> for Groups {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Ok(match OneOr::read(deserializer, "expected the name of a group, or a list of names")? {
-            (OneOr::One(name), at) => Self { names: vec![name], at },
-            (OneOr::Several(names), at) => Self { names, at },
-        })
-    }
+/// The names of groups.
+pub(super) fn groups<'de, D: Deserializer<'de>>(deserializer: D) -> Result<AtLine<Vec<String>>, D::Error> {
+    Ok(match OneOr::read(deserializer, "expected the name of a group, or a list of names")? {
+        (OneOr::One(name), at) => AtLine { it: vec![name], at },
+        (OneOr::Several(it), at) => AtLine { it, at },
+    })
 }
 
 /// Words, of which `_` stands for none.
@@ -211,7 +210,7 @@ impl LayoutReader<'_> {
     }
 
     fn check_place(&mut self, Placement { group, .. }: &Placement, groups: &BTreeMap<String, Vec<LeafRule>>) {
-        for name in group.names.iter().filter(|name| !groups.contains_key(*name)) {
+        for name in group.it.iter().filter(|name| !groups.contains_key(*name)) {
             let near = did_you_mean("group", name, groups.keys().map(String::as_str));
             let part = self.word(group.at, name);
             self.problem(part, near.unwrap_or_else(|| format!("there is no group {name:?}")));

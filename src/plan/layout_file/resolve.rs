@@ -163,7 +163,7 @@ impl<'a> Resolver<'a> {
                         bound.push((name.as_str().into(), value));
                     }
                 }
-                for leaf in place.group.names.iter().flat_map(|group| &file.group[group]) {
+                for leaf in place.group.it.iter().flat_map(|group| &file.group[group]) {
                     self.rule(Some(place), leaf, &bound);
                 }
             }
