@@ -203,6 +203,52 @@ impl Lora {
         };
         is_targeted && !self.exclude.as_ref().is_some_and(|modules| modules.have(module))
     }
+
+    /// Checks that a targeted module has all of its matrices, in the shapes that its rank and the base's weight give them.
+    fn check(
+        &self,
+        module: &str,
+        weight: Option<&Shape>,
+        missing: &Allow,
+        problems: &mut Vec<Problem>,
+        shapes: &mut Vec<OtherShape>,
+    ) {
+        let empty = BTreeMap::new();
+        let found = self.stored.get(module).unwrap_or(&empty);
+        let of_embedding = found.keys().any(|matrix| matrix.starts_with("lora_embedding_"));
+        let [a, b] = if of_embedding { OF_EMBEDDING } else { OF_LINEAR };
+        let mut wanted = vec![a, b];
+        wanted.extend(self.has_magnitudes.then_some("lora_magnitude_vector"));
+        wanted.extend((self.has_bias && !of_embedding).then_some("lora_B.bias"));
+        for matrix in wanted.into_iter().filter(|matrix| !found.contains_key(*matrix)) {
+            let name = format!("{PREFIX}{module}.{matrix}");
+            if !missing.accepts(&name) {
+                problems.push(Problem::missing(NameGroup::one(name), format!("the targeted module {module}")));
+            }
+        }
+        // The weight of an embedding is `[entries, width]`: an entry is an input.
+        let swapped = self.is_transposed != of_embedding;
+        let weight = weight.and_then(|weight| match (weight.extents(), swapped) {
+            ([out, inner], false) | ([inner, out], true) => Some((*out, *inner)),
+            _ => None,
+        });
+        let rank = self.rank_of(module);
+        let sides = [(a, rank, weight.map(|(_, inner)| inner)), (b, weight.map(|(out, _)| out), rank)];
+        for (matrix, rows, columns) in sides {
+            // Convolutions have further axes. What ZeRO-3 saved without gathering it has no element.
+            let is_compared = |stored: &&Shape| stored.extents().len() <= 2 || stored.is_empty();
+            let Some(stored) = found.get(matrix).filter(is_compared) else { continue };
+            let wanted = [rows, columns];
+            let differs =
+                wanted.iter().zip(stored.extents()).any(|(wanted, found)| wanted.is_some_and(|it| it != *found));
+            if differs || stored.is_empty() || stored.extents().len() != 2 {
+                let [rows, columns] =
+                    wanted.map(|extent| extent.map_or_else(|| "_".to_owned(), |extent| extent.to_string()));
+                let expected = format!("[{rows}, {columns}]");
+                shapes.push((format!("{PREFIX}{module}.{matrix}"), expected, stored.clone()));
+            }
+        }
+    }
 }
 
 /// The module of one of an adapter's matrices, without the prefix, and the matrix in it: `lora_A.weight`, `lora_embedding_B`.
@@ -398,54 +444,6 @@ fn of_other_shape(all: Vec<OtherShape>, adapter: &Adapter) -> Vec<Problem> {
         Some(Problem::SourceShape { group, file: file.clone(), rule: String::new(), expected, found })
     };
     groups.into_iter().filter_map(problem).collect()
-}
-
-impl Lora {
-    /// Checks that a targeted module has all of its matrices, in the shapes that its rank and the base's weight give them.
-    fn check(
-        &self,
-        module: &str,
-        weight: Option<&Shape>,
-        missing: &Allow,
-        problems: &mut Vec<Problem>,
-        shapes: &mut Vec<OtherShape>,
-    ) {
-        let empty = BTreeMap::new();
-        let found = self.stored.get(module).unwrap_or(&empty);
-        let of_embedding = found.keys().any(|matrix| matrix.starts_with("lora_embedding_"));
-        let [a, b] = if of_embedding { OF_EMBEDDING } else { OF_LINEAR };
-        let mut wanted = vec![a, b];
-        wanted.extend(self.has_magnitudes.then_some("lora_magnitude_vector"));
-        wanted.extend((self.has_bias && !of_embedding).then_some("lora_B.bias"));
-        for matrix in wanted.into_iter().filter(|matrix| !found.contains_key(*matrix)) {
-            let name = format!("{PREFIX}{module}.{matrix}");
-            if !missing.accepts(&name) {
-                problems.push(Problem::missing(NameGroup::one(name), format!("the targeted module {module}")));
-            }
-        }
-        // The weight of an embedding is `[entries, width]`: an entry is an input.
-        let swapped = self.is_transposed != of_embedding;
-        let weight = weight.and_then(|weight| match (weight.extents(), swapped) {
-            ([out, inner], false) | ([inner, out], true) => Some((*out, *inner)),
-            _ => None,
-        });
-        let rank = self.rank_of(module);
-        let sides = [(a, rank, weight.map(|(_, inner)| inner)), (b, weight.map(|(out, _)| out), rank)];
-        for (matrix, rows, columns) in sides {
-            // Convolutions have further axes. What ZeRO-3 saved without gathering it has no element.
-            let is_compared = |stored: &&Shape| stored.extents().len() <= 2 || stored.is_empty();
-            let Some(stored) = found.get(matrix).filter(is_compared) else { continue };
-            let wanted = [rows, columns];
-            let differs =
-                wanted.iter().zip(stored.extents()).any(|(wanted, found)| wanted.is_some_and(|it| it != *found));
-            if differs || stored.is_empty() || stored.extents().len() != 2 {
-                let [rows, columns] =
-                    wanted.map(|extent| extent.map_or_else(|| "_".to_owned(), |extent| extent.to_string()));
-                let expected = format!("[{rows}, {columns}]");
-                shapes.push((format!("{PREFIX}{module}.{matrix}"), expected, stored.clone()));
-            }
-        }
-    }
 }
 
 #[cfg(test)]

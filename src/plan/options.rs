@@ -55,57 +55,27 @@ impl Layout {
         static NONE: LazyLock<LayoutTraits> = LazyLock::new(LayoutTraits::default);
         if let Self::Embedded(embedded) = self { &embedded.0.traits } else { &NONE }
     }
-}
 
-impl ViewOptions {
-    /// These options for a checkpoint: the layout is `stored` for a trainer's if the user chose none, the layout `hf` takes from a
-    /// trainer's names what wraps the model, and layers have the word of the model's releases, if the user gave no rename.
-    pub fn for_checkpoint(&self, checkpoint: &Checkpoint) -> Cow<'_, Self> {
-        if !self.chooses_layout && self.layout == Layout::Canonical && !checkpoint.is_repository() {
-            return Cow::Owned(Self { layout: Layout::Stored, ..self.clone() });
+    /// The chosen layout. The text of a file has been read.
+    ///
+    /// # Errors
+    /// Everything wrong with the file.
+    ///
+    /// # Panics
+    /// If the name is none of a layout.
+    pub fn of(choice: &LayoutChoice) -> Result<Self, PlanError> {
+        match choice {
+            LayoutChoice::Named("canonical") => Ok(Self::Canonical),
+            LayoutChoice::Named("gguf") => Ok(Self::Gguf),
+            LayoutChoice::Named("hf") => Ok(Self::Hf),
+            LayoutChoice::Named("stored") => Ok(Self::Stored),
+            LayoutChoice::Named(name) => {
+                Ok(Self::Embedded(Embedded::find(name).expect("the choice is of these names")))
+            }
+            LayoutChoice::File { path, text } => {
+                LayoutFile::parse(&path.display().to_string(), text).map(|file| Self::File(Arc::new(file)))
+            }
         }
-        let rename = self.unwrapping(checkpoint).or_else(|| self.respelling(checkpoint));
-        let Some(rename) = rename else { return Cow::Borrowed(self) };
-        let mut options = self.clone();
-        options.subset.source_renames.push(rename);
-        Cow::Owned(options)
-    }
-
-    /// The rename that gives layers the word of the model's releases, where the layout goes by names of repositories and the user gave
-    /// no rename.
-    pub(super) fn respelling(&self, checkpoint: &Checkpoint) -> Option<Rename> {
-        if self.takes_names() && checkpoint.container() == Container::Safetensors {
-            respelled(checkpoint)
-        } else {
-            None
-        }
-    }
-
-    /// Whether the layout goes by names, which the user has not changed.
-    fn takes_names(&self) -> bool {
-        self.subset.source_renames.is_empty() && !matches!(self.layout, Layout::Stored | Layout::File(_))
-    }
-
-    /// The rename that takes away what wraps the model in the names, where the layout goes by names of repositories and the user gave
-    /// no rename. The words of a repository with a configuration of its own must be certain to be wrappers, or hide the names that
-    /// its model has.
-    pub(super) fn unwrapping(&self, checkpoint: &Checkpoint) -> Option<Rename> {
-        // The leaves of Orbax are found under any prefix.
-        let is_asked = self.takes_names() && checkpoint.container() != Container::Orbax;
-        let (rule, is_certain) = checkpoint.proposed_rename().filter(|_| is_asked)?;
-        let rename = Rename::parse(&rule).ok()?;
-        let is_state = checkpoint.container() != Container::Safetensors || checkpoint.companion().is_some();
-        if is_state {
-            return Some(rename);
-        }
-        let family = Family::of(checkpoint);
-        let is_own = |name: &str| family.is_some_and(|family| family.has_layer(name));
-        let mut names = checkpoint.tensors().map(|(_, info)| info.name);
-        // The code of a repository may wrap its layers by itself.
-        let has_code = checkpoint.config().is_some_and(|config| config.get("auto_map").is_some());
-        let reveals = names.any(|name| rename.apply(name).ok().flatten().is_some_and(|name| is_own(&name)));
-        let hides = || !checkpoint.tensors().any(|(_, info)| is_own(info.name));
-        ((is_certain && !has_code) || (reveals && hides())).then_some(rename)
     }
 }
 
@@ -190,30 +160,6 @@ pub struct ViewOptions {
     pub merge_lora: Option<MergedLora>,
 }
 
-impl Layout {
-    /// The chosen layout. The text of a file has been read.
-    ///
-    /// # Errors
-    /// Everything wrong with the file.
-    ///
-    /// # Panics
-    /// If the name is none of a layout.
-    pub fn of(choice: &LayoutChoice) -> Result<Self, PlanError> {
-        match choice {
-            LayoutChoice::Named("canonical") => Ok(Self::Canonical),
-            LayoutChoice::Named("gguf") => Ok(Self::Gguf),
-            LayoutChoice::Named("hf") => Ok(Self::Hf),
-            LayoutChoice::Named("stored") => Ok(Self::Stored),
-            LayoutChoice::Named(name) => {
-                Ok(Self::Embedded(Embedded::find(name).expect("the choice is of these names")))
-            }
-            LayoutChoice::File { path, text } => {
-                LayoutFile::parse(&path.display().to_string(), text).map(|file| Self::File(Arc::new(file)))
-            }
-        }
-    }
-}
-
 impl ViewOptions {
     /// The meaning of settings. The files that they name have been read.
     ///
@@ -269,6 +215,56 @@ impl ViewOptions {
             chunk_bytes_max: settings.chunk_bytes.map(|bytes| bytes.0),
             shard_bytes_max: settings.max_shard_bytes.map(|bytes| bytes.0),
         })
+    }
+
+    /// These options for a checkpoint: the layout is `stored` for a trainer's if the user chose none, the layout `hf` takes from a
+    /// trainer's names what wraps the model, and layers have the word of the model's releases, if the user gave no rename.
+    pub fn for_checkpoint(&self, checkpoint: &Checkpoint) -> Cow<'_, Self> {
+        if !self.chooses_layout && self.layout == Layout::Canonical && !checkpoint.is_repository() {
+            return Cow::Owned(Self { layout: Layout::Stored, ..self.clone() });
+        }
+        let rename = self.unwrapping(checkpoint).or_else(|| self.respelling(checkpoint));
+        let Some(rename) = rename else { return Cow::Borrowed(self) };
+        let mut options = self.clone();
+        options.subset.source_renames.push(rename);
+        Cow::Owned(options)
+    }
+
+    /// The rename that gives layers the word of the model's releases, where the layout goes by names of repositories and the user gave
+    /// no rename.
+    pub(super) fn respelling(&self, checkpoint: &Checkpoint) -> Option<Rename> {
+        if self.takes_names() && checkpoint.container() == Container::Safetensors {
+            respelled(checkpoint)
+        } else {
+            None
+        }
+    }
+
+    /// Whether the layout goes by names, which the user has not changed.
+    fn takes_names(&self) -> bool {
+        self.subset.source_renames.is_empty() && !matches!(self.layout, Layout::Stored | Layout::File(_))
+    }
+
+    /// The rename that takes away what wraps the model in the names, where the layout goes by names of repositories and the user gave
+    /// no rename. The words of a repository with a configuration of its own must be certain to be wrappers, or hide the names that
+    /// its model has.
+    pub(super) fn unwrapping(&self, checkpoint: &Checkpoint) -> Option<Rename> {
+        // The leaves of Orbax are found under any prefix.
+        let is_asked = self.takes_names() && checkpoint.container() != Container::Orbax;
+        let (rule, is_certain) = checkpoint.proposed_rename().filter(|_| is_asked)?;
+        let rename = Rename::parse(&rule).ok()?;
+        let is_state = checkpoint.container() != Container::Safetensors || checkpoint.companion().is_some();
+        if is_state {
+            return Some(rename);
+        }
+        let family = Family::of(checkpoint);
+        let is_own = |name: &str| family.is_some_and(|family| family.has_layer(name));
+        let mut names = checkpoint.tensors().map(|(_, info)| info.name);
+        // The code of a repository may wrap its layers by itself.
+        let has_code = checkpoint.config().is_some_and(|config| config.get("auto_map").is_some());
+        let reveals = names.any(|name| rename.apply(name).ok().flatten().is_some_and(|name| is_own(&name)));
+        let hides = || !checkpoint.tensors().any(|(_, info)| is_own(info.name));
+        ((is_certain && !has_code) || (reveals && hides())).then_some(rename)
     }
 }
 

@@ -169,9 +169,7 @@ impl<'a> Builder<'a> {
         let Some(word) = self.options.set.get(PARAMETER) else { return Ok(None) };
         Order::from_word(word).map(Some).map_err(|reason| PlanError::of("set", vec![reason]))
     }
-}
 
-impl Builder<'_> {
     /// The stored output head of this part, if the configuration says that it is the embedding and its bytes are others.
     fn own_head(&self, part: &Checkpoint) -> Result<Option<OwnHead>, PlanError> {
         // A trainer's checkpoint is shown as it is stored, whatever a configuration says.

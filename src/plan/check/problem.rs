@@ -176,6 +176,19 @@ impl Problem {
         let pair = if first == second { format!("two tensors named {first}") } else { format!("{first} and {second}") };
         Self::Request(format!("{pair} would both be at {path}"))
     }
+
+    /// The lines of a file that show the problem. Begins with a line break, or is empty.
+    fn excerpt(&self) -> &str {
+        if let Self::Layout { excerpt, .. } = self { excerpt } else { "" }
+    }
+
+    /// The tensor with whose name the message begins, where many tensors may have the same problem.
+    fn tensor(&self) -> Option<&str> {
+        if let Self::View { name, .. } | Self::Tensor { name, .. } | Self::Uneven { name, .. } = self {
+            return Some(name);
+        }
+        None
+    }
 }
 
 fn missing_layers(layers: &BTreeSet<u64>) -> String {
@@ -254,21 +267,6 @@ impl PlanError {
             let Problem::Hole(hole) = problem else { return None };
             hole.shapes.is_some().then_some(hole.example.as_str())
         })
-    }
-}
-
-impl Problem {
-    /// The lines of a file that show the problem. Begins with a line break, or is empty.
-    fn excerpt(&self) -> &str {
-        if let Self::Layout { excerpt, .. } = self { excerpt } else { "" }
-    }
-
-    /// The tensor with whose name the message begins, where many tensors may have the same problem.
-    fn tensor(&self) -> Option<&str> {
-        if let Self::View { name, .. } | Self::Tensor { name, .. } | Self::Uneven { name, .. } = self {
-            return Some(name);
-        }
-        None
     }
 }
 
