@@ -222,7 +222,12 @@ impl Plan {
     /// How a draft is split, and all problems of that. Without a split it is whole.
     fn spec_of(&self, draft: &Draft, options: &ViewOptions) -> (Spec, Vec<Problem>) {
         let rules = self.logical_rules.as_ref();
-        let spec = match shard::spec(draft, &self.mesh, options.sharding, rules, &options.shard_rules, options.even) {
+        let whole = shard::spec(draft, &self.mesh, options.sharding, rules, &options.shard_rules);
+        let spec = whole.and_then(|whole| match &draft.roles.part {
+            Some(part) => shard::of_part(part, &whole, &self.mesh, options.even),
+            None => Ok(whole),
+        });
+        let spec = match spec {
             Ok(spec) => spec,
             Err(problem) => return (Spec::replicated(), vec![problem]),
         };

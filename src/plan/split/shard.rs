@@ -133,7 +133,7 @@ fn ruled_name(draft: &Draft) -> &str {
 ///
 /// # Errors
 /// A cut is inside a block.
-fn of_part(part: &PartOf, whole: &Spec, mesh: &Mesh, even: bool) -> Result<Spec, Problem> {
+pub(crate) fn of_part(part: &PartOf, whole: &Spec, mesh: &Mesh, even: bool) -> Result<Spec, Problem> {
     let mut spec = Spec::replicated();
     for axis in 0..part.shape.rank() {
         let block = part.cuts[axis];
@@ -155,27 +155,11 @@ fn of_part(part: &PartOf, whole: &Spec, mesh: &Mesh, even: bool) -> Result<Spec,
     Ok(spec)
 }
 
-/// The spec of a draft. With `even`, a quantized weight that would be cut inside a block is whole.
+/// The spec of a draft, or of the weight that it is a part of.
 ///
 /// # Errors
 /// The rule that matches has more axes than the tensor, or uses a mesh axis twice.
 pub(crate) fn spec(
-    draft: &Draft,
-    mesh: &Mesh,
-    sharding: Sharding,
-    logical: Option<&LogicalRules>,
-    rules: &[ShardRule],
-    even: bool,
-) -> Result<Spec, Problem> {
-    let spec = spec_of_whole(draft, mesh, sharding, logical, rules)?;
-    match &draft.roles.part {
-        Some(part) => of_part(part, &spec, mesh, even),
-        None => Ok(spec),
-    }
-}
-
-/// The spec of a draft, or of the weight that it is a part of.
-fn spec_of_whole(
     draft: &Draft,
     mesh: &Mesh,
     sharding: Sharding,
