@@ -37,7 +37,9 @@ const PLAIN_BITS: u64 = 16;
 /// The orders of axes that a checkpoint's fused experts show. `told` is the user's setting.
 pub(super) fn orientation(checkpoint: &Checkpoint, told: Option<Order>) -> Orientation {
     let mut orientation = Orientation::new(told);
-    fused(checkpoint).iter().for_each(|(info, orders)| orientation.see(info.name, orders));
+    for (info, orders) in fused(checkpoint) {
+        orientation.see(info.name, orders);
+    }
     orientation
 }
 

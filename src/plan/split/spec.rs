@@ -73,7 +73,7 @@ impl Spec {
     /// The indices of an axis at which the parts of some device begin or end inside the tensor, ascending.
     pub fn cuts(&self, axis: usize, shape: &Shape, mesh: &Mesh) -> Vec<u64> {
         let extent = shape.extents()[axis];
-        let mut parts = vec![0..extent];
+        let mut parts: Vec<Range<u64>> = std::iter::once(0..extent).collect();
         for mesh_axis in self.mesh_axes(axis) {
             let size = mesh.axes()[mesh_axis].size;
             let inner = |whole: Range<u64>| (0..size).map(move |at| chunk(whole.clone(), size, at));
