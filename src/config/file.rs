@@ -41,8 +41,7 @@ use super::{
     excerpt::excerpt,
     near::did_you_mean,
     setting::{Setting, SettingScope},
-    settings::{Settings, ViewSettings},
-    table::{SETTINGS, former},
+    table::{SETTINGS, Settings, ViewSettings, former},
     value::{Entries, Fault, Toml, deserialize, in_order},
     value_types::ShardChoice,
 };

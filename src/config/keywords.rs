@@ -4,8 +4,7 @@ use toml::de::DeValue;
 
 use super::{
     setting::{Arity, Group, Setting},
-    settings::Settings,
-    table::{self, SETTINGS},
+    table::{self, SETTINGS, Settings},
     value::{KeyForm, Toml},
 };
 

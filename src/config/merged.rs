@@ -8,15 +8,14 @@ use super::{
     TimeLimit,
     file::{ConfigError, FileSettings},
     setting::{Setting, SettingScope},
-    settings::{MountSettings, ServeSettings, Settings, ViewSettings},
-    table::SETTINGS,
+    table::{MountSettings, SETTINGS, ServeSettings, Settings, ViewSettings},
 };
 
 impl Settings {
     /// Takes from `base` the settings that are empty here. In repeatable settings, the entries of `base` come after
     /// these.
     pub fn over(&mut self, base: &Self) {
-        for row in SETTINGS {
+        for row in SETTINGS.iter() {
             (row.field.over)(self, base);
         }
     }
@@ -24,7 +23,7 @@ impl Settings {
     /// The defaults that the table gives.
     pub(super) fn by_default() -> Self {
         let mut settings = Self::default();
-        for row in SETTINGS {
+        for row in SETTINGS.iter() {
             let taken = row.default.map_or(Ok(()), |word| (row.field.add)(&mut settings, word.as_ref()));
             taken.expect("defaults in the table are well-formed, which a test shows");
         }
@@ -39,7 +38,7 @@ impl Settings {
 
     /// Lets relative paths begin at `base`.
     pub(crate) fn rebase(&mut self, base: &Path) {
-        for row in SETTINGS {
+        for row in SETTINGS.iter() {
             (row.field.rebase)(self, base);
         }
     }
@@ -119,7 +118,7 @@ impl Config {
     pub(super) fn top(&self) -> Settings {
         let Self { source, config_from, fill_from, base, mountpoint, views: _, mount, serve, start_limit } =
             self.clone();
-        Settings { source, config_from, fill_from, base, mountpoint, mount, serve, start_limit, ..Settings::default() }
+        Settings { mount, serve, source, mountpoint, config_from, fill_from, base, start_limit, ..Settings::default() }
     }
 
     /// The configuration as a text that reads back as the same, with every view in full. A mountpoint that is not UTF-8 is

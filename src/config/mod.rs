@@ -12,7 +12,7 @@
 //! | precedence: flags, then `-o`, then the file's table of a view, then its top | [`Settings::over`], [`Config::gather`] |
 //! | relative paths, which begin where they were written | `Settings::rebase` |
 //!
-//! To add a setting, add a field to [`settings`](Settings) and a row to `table.rs`, then use the field. The type of the
+//! To add a setting, add a field with its row to `table.rs`, then use the field. The type of the
 //! field determines how a word or a TOML value is read and written ([`value`]). A new kind of value is one `impl` there
 //! or in `value_types.rs`. A closed list of words is a [`value::Choice`].
 //!
@@ -35,7 +35,6 @@ pub mod rename;
 mod rules;
 mod serving;
 mod setting;
-mod settings;
 mod steps;
 mod table;
 #[cfg(test)]
@@ -56,9 +55,8 @@ pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
 pub use serving::{ListenAddress, RepoName};
 pub use setting::{Arity, Commands, FieldAccess, Group, Setting, SettingScope};
-pub use settings::{MountSettings, ServeSettings, Settings, ViewSettings};
 pub use steps::{Average, Steps};
-pub use table::{FORMER, KEYS, SETTINGS, former};
+pub use table::{FORMER, KEYS, MountSettings, SETTINGS, ServeSettings, Settings, ViewSettings, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{
     ByteCount, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LAYOUTS, LayoutChoice, Materialize, MergedLora,

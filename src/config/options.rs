@@ -2,8 +2,7 @@
 
 use super::{
     setting::{Arity, Group, Setting, SettingScope},
-    settings::Settings,
-    table::{SETTINGS, former, unknown},
+    table::{SETTINGS, Settings, former, unknown},
 };
 
 /// The setting that an option names, and its value as a word.

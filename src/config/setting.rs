@@ -3,12 +3,12 @@
 use std::{ffi::OsStr, path::Path};
 
 use super::{
-    settings::Settings,
+    table::Settings,
     value::{Fault, KeyForm, Toml},
 };
 
-/// The subject of a setting: its heading in the help.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The subject of a setting: its heading in the help, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Group {
     /// Source and mountpoint.
     Place,

@@ -385,7 +385,7 @@ fn options_are_flags_with_underscores() {
 /// Checks of the table that its types cannot express.
 #[test]
 fn rows_are_consistent() {
-    for row in SETTINGS {
+    for row in SETTINGS.iter() {
         assert_eq!(SETTINGS.iter().filter(|other| other.name == row.name).count(), 1, "{}", row.name);
         assert!(!row.is_flag || row.help.ends_with('.'), "{}: help", row.name);
         assert!(row.is_flag || row.scope != SettingScope::None, "{} cannot be said", row.name);
