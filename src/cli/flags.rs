@@ -5,7 +5,7 @@
 use std::ffi::{OsStr, OsString};
 
 use ckfs_config::{
-    Arity, Commands, FORMER, Group, KEYS, LAYOUTS, Quantize, Requantize, SETTINGS, Setting, Settings, former,
+    Arity, FORMER, Group, KEYS, LAYOUTS, Quantize, Requantize, SETTINGS, Setting, Settings, former,
     value::Choice,
 };
 use ckfs_source::remote::url_schemes;
@@ -70,8 +70,8 @@ fn without_period(text: &str) -> &str {
 
 /// The flag of a setting.
 fn flag(setting: &'static Setting) -> Arg {
-    let arg = Arg::new(setting.name).long(setting.name).help_heading(setting.group.heading());
-    let arg = arg.help(without_period(setting.help)).global(setting.group.commands() == Commands::All);
+    let arg = Arg::new(setting.name).long(setting.name).help_heading(setting.group.headings()[0]);
+    let arg = arg.help(without_period(setting.help)).global(setting.group == Group::Logging);
     let arg = arg.hide_short_help(!setting.is_common).hide_long_help(!setting.is_common);
     let arg = match setting.more {
         "" => arg,
@@ -92,22 +92,9 @@ fn flag(setting: &'static Setting) -> Arg {
 
 /// Every option that is a setting, for `ckfs help options`. The help of a command has the common ones.
 pub(super) fn all_options() -> Command {
-    let heading = |group: Group| match group {
-        Group::Place => "Arguments",
-        Group::View => "View (commands that take SOURCE)",
-        Group::Reading => "Reading (commands that take SOURCE)",
-        Group::Mount => "Mount (ckfs mount)",
-        Group::Serve => "Serving (ckfs serve)",
-        Group::Logging => "Logging (all commands)",
-    };
     let option = |setting: &'static Setting| {
         let arg = flag(setting).hide_short_help(false).hide_long_help(false).global(false);
-        arg.help_heading(heading(setting.group))
-    };
-    let is_flag = |setting: &&'static Setting| {
-        [Commands::Readers, Commands::Mount, Commands::Serve, Commands::All]
-            .iter()
-            .any(|takers| setting.is_taken_by(*takers))
+        arg.help_heading(setting.group.headings()[1])
     };
     Command::new("options")
         .about("Every option, and the commands that take it; `ckfs COMMAND --help` has the common ones.")
@@ -115,27 +102,27 @@ pub(super) fn all_options() -> Command {
         .disable_version_flag(true)
         .max_term_width(100)
         .help_template("{about-with-newline}\n{all-args}\n")
-        .args(SETTINGS.iter().filter(is_flag).map(option))
+        .args(SETTINGS.iter().filter(|setting| setting.is_flag).map(option))
 }
 
 /// The flags of former versions of `mount`. Each is refused by a message that names the present equivalent.
-fn former_flags(takers: Commands) -> impl Iterator<Item = Arg> {
+fn former_flags(groups: &[Group]) -> impl Iterator<Item = Arg> {
     let flag = |name: &'static str| {
         let refuse = move |_: &str| Err::<OsString, String>(former(name).unwrap_or_default());
         Arg::new(name).long(name).hide(true).num_args(0..=1).default_missing_value("").value_parser(refuse)
     };
-    FORMER.iter().filter(move |_| takers == Commands::Mount).map(move |(name, _)| flag(name))
+    FORMER.iter().filter(move |_| groups.contains(&Group::Mount)).map(move |(name, _)| flag(name))
 }
 
-/// The settings that some commands take as flags.
-fn taken_by(takers: Commands) -> impl Iterator<Item = &'static Setting> {
-    SETTINGS.iter().filter(move |setting| setting.is_taken_by(takers))
+/// The settings that commands with those of these groups take as flags.
+fn taken_with(groups: &[Group]) -> impl Iterator<Item = &'static Setting> {
+    SETTINGS.iter().filter(move |setting| setting.is_taken_with(groups))
 }
 
 /// The values as typed.
-fn typed(matches: &ArgMatches, takers: Commands) -> Result<Settings, clap::Error> {
+fn typed(matches: &ArgMatches, groups: &[Group]) -> Result<Settings, clap::Error> {
     let mut settings = Settings::default();
-    for setting in taken_by(takers) {
+    for setting in taken_with(groups) {
         if matches.value_source(setting.name) != Some(ValueSource::CommandLine) {
             continue;
         }
@@ -154,7 +141,7 @@ fn typed(matches: &ArgMatches, takers: Commands) -> Result<Settings, clap::Error
 
 /// Declares the flags that some commands take.
 macro_rules! flags {
-    ($(#[$doc:meta])* $name:ident, $takers:expr) => {
+    ($(#[$doc:meta])* $name:ident, $groups:expr) => {
         $(#[$doc])*
         #[derive(Clone, Debug, Default)]
         pub(super) struct $name {
@@ -166,8 +153,8 @@ macro_rules! flags {
             fn augment_args(command: Command) -> Command {
                 // A command's own argument takes the words of the setting too.
                 let own: Vec<String> = command.get_arguments().map(|arg| arg.get_id().to_string()).collect();
-                let others = taken_by($takers).filter(|setting| !own.iter().any(|own| own == setting.name));
-                command.args(others.map(flag)).args(former_flags($takers))
+                let others = taken_with($groups).filter(|setting| !own.iter().any(|own| own == setting.name));
+                command.args(others.map(flag)).args(former_flags($groups))
             }
 
             fn augment_args_for_update(command: Command) -> Command {
@@ -177,7 +164,7 @@ macro_rules! flags {
 
         impl FromArgMatches for $name {
             fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-                Ok(Self { settings: typed(matches, $takers)? })
+                Ok(Self { settings: typed(matches, $groups)? })
             }
 
             fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -190,23 +177,23 @@ macro_rules! flags {
 
 flags! {
     /// How commands choose and read a view.
-    SourceFlags, Commands::Readers
+    SourceFlags, Group::READERS
 }
 
 flags! {
     /// How to mount and serve.
-    ServingFlags, Commands::Mount
+    ServingFlags, &[Group::Mount]
 }
 
 #[cfg(feature = "serve")]
 flags! {
     /// How to serve over the network.
-    NetworkFlags, Commands::Serve
+    NetworkFlags, &[Group::Serve]
 }
 
 flags! {
     /// Where the log goes.
-    LoggingFlags, Commands::All
+    LoggingFlags, &[Group::Logging]
 }
 
 /// How much is logged, and where to.

@@ -13,7 +13,7 @@ use std::{
 };
 
 use anyhow::{Context, bail};
-use ckfs_config::{Commands, Config, Settings, TimeLimit, options};
+use ckfs_config::{Config, Group, Settings, TimeLimit, options};
 use ckfs_fuse::{
     DaemonError, MountError, Readiness, Started, Succession, block_signals, check_passed, is_daemon, is_passed, keep,
     parse_mount_helper, serve_service, start_background,
@@ -118,7 +118,7 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
         let mut args: Vec<OsString> = vec!["ckfs".into(), "plan".into()];
         for (name, value) in &request.options {
             // The settings for serving do not affect the view.
-            if options::setting_of(name, value.as_deref()).map_err(Usage)?.group.commands() == Commands::Readers {
+            if Group::READERS.contains(&options::setting_of(name, value.as_deref()).map_err(Usage)?.group) {
                 args.push(options::flag_of(name, value.as_deref()).map_err(Usage)?.into());
             }
         }

@@ -24,18 +24,10 @@ pub enum KeywordError {
     },
 }
 
-/// Whether a setting is about a checkpoint that is opened without a mount.
-fn is_keyword(row: &Setting) -> bool {
-    match row.group {
-        // A program opens one checkpoint.
-        Group::View | Group::Reading => !row.name.starts_with("steps"),
-        Group::Place | Group::Mount | Group::Serve | Group::Logging => false,
-    }
-}
-
 /// The settings that a program gives when it opens a checkpoint in process.
 pub fn all() -> impl Iterator<Item = &'static Setting> + Clone {
-    SETTINGS.iter().filter(|row| is_keyword(row))
+    // It opens one checkpoint.
+    SETTINGS.iter().filter(|row| Group::READERS.contains(&row.group) && !row.name.starts_with("steps"))
 }
 
 /// The settings of keywords.

@@ -54,7 +54,7 @@ pub use pattern::{Pattern, PatternError};
 pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
 pub use serving::{ListenAddress, RepoName};
-pub use setting::{Arity, Commands, FieldAccess, Group, Setting, SettingScope};
+pub use setting::{Arity, FieldAccess, Group, Setting, SettingScope};
 pub use steps::{Average, Steps};
 pub use table::{FORMER, KEYS, MountSettings, SETTINGS, ServeSettings, Settings, ViewSettings, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};

@@ -25,25 +25,18 @@ pub enum Group {
 }
 
 impl Group {
-    /// Its heading in the help.
-    pub fn heading(self) -> &'static str {
-        match self {
-            Self::Place => "Arguments",
-            Self::View => "View",
-            Self::Reading => "Reading",
-            Self::Mount => "Mount",
-            Self::Serve => "Serving",
-            Self::Logging => "Logging",
-        }
-    }
+    /// The groups of which all commands that open a checkpoint take the settings.
+    pub const READERS: &[Self] = &[Self::View, Self::Reading];
 
-    /// The commands that take its settings as flags.
-    pub fn commands(self) -> Commands {
+    /// Its heading in the help of a command, and with the commands that take its settings.
+    pub fn headings(self) -> [&'static str; 2] {
         match self {
-            Self::View | Self::Reading => Commands::Readers,
-            Self::Place | Self::Mount => Commands::Mount,
-            Self::Serve => Commands::Serve,
-            Self::Logging => Commands::All,
+            Self::Place => ["Arguments", "Arguments"],
+            Self::View => ["View", "View (commands that take SOURCE)"],
+            Self::Reading => ["Reading", "Reading (commands that take SOURCE)"],
+            Self::Mount => ["Mount", "Mount (ckfs mount)"],
+            Self::Serve => ["Serving", "Serving (ckfs serve)"],
+            Self::Logging => ["Logging", "Logging (all commands)"],
         }
     }
 
@@ -70,19 +63,6 @@ impl Group {
             scope,
         }
     }
-}
-
-/// The commands that take a setting.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Commands {
-    /// All that open a checkpoint.
-    Readers,
-    /// `mount`.
-    Mount,
-    /// `serve`.
-    Serve,
-    /// All.
-    All,
 }
 
 /// The place of a setting in a file.
@@ -190,15 +170,15 @@ impl Setting {
         file_only() => is_flag = false;
     }
 
-    /// Whether some commands take it as a flag.
-    pub fn is_taken_by(&self, takers: Commands) -> bool {
-        let also = self.is_served && takers == Commands::Serve;
-        self.is_flag && (self.group.commands() == takers || also)
+    /// Whether commands that take the settings of these groups take it as a flag.
+    pub fn is_taken_with(&self, groups: &[Group]) -> bool {
+        let also = self.is_served && groups.contains(&Group::Serve);
+        self.is_flag && (groups.contains(&self.group) || also)
     }
 
     /// Whether mount(8) takes it as an option of `-o`.
     pub(crate) fn is_option(&self) -> bool {
-        self.is_flag && self.group.commands() != Commands::Serve
+        self.is_flag && self.group != Group::Serve
     }
 
     /// Its name among the options of `-o`.
