@@ -44,23 +44,21 @@ impl WaitTime {
 /// # Errors
 /// The expected and the found value.
 pub fn parse_age(text: &str) -> Result<Duration, String> {
-    parse(text, "d", &(Duration::ZERO..=OLDEST)).map_err(|range| {
-        let expected = range.unwrap_or_else(|| "an age such as 30 (days) or 12h".to_owned());
-        format!("expected {expected}, found {text:?}")
-    })
+    parse(text, "d", "an age such as 30 (days) or 12h", &(Duration::ZERO..=OLDEST))
 }
 
 /// Reads a time; a number alone has `unit`.
 ///
 /// # Errors
-/// The range, if the time is outside it; nothing if the text has another form.
-fn parse(text: &str, unit: &str, range: &RangeInclusive<Duration>) -> Result<Duration, Option<String>> {
+/// The range, if the time is outside it; the `form` if the text has another one.
+fn parse(text: &str, unit: &str, form: &str, range: &RangeInclusive<Duration>) -> Result<Duration, String> {
+    let expected = |what: &str| format!("expected {what}, found {text:?}");
     let lower = text.trim().to_ascii_lowercase();
     let digits = lower.find(|c: char| !c.is_ascii_digit()).unwrap_or(lower.len());
     let named = Some(lower[digits..].trim()).filter(|named| !named.is_empty()).unwrap_or(unit);
-    let (_, unit_ms) = UNITS.iter().find(|(name, _)| *name == named).ok_or(None)?;
+    let (_, unit_ms) = UNITS.iter().find(|(name, _)| *name == named).ok_or_else(|| expected(form))?;
     if digits == 0 {
-        return Err(None);
+        return Err(expected(form));
     }
     // More digits than fit are a time that is too long.
     let time = Duration::from_millis(lower[..digits].parse().unwrap_or(u64::MAX).saturating_mul(*unit_ms));
@@ -68,17 +66,14 @@ fn parse(text: &str, unit: &str, range: &RangeInclusive<Duration>) -> Result<Dur
         return Ok(time);
     }
     let least = if range.start().is_zero() { "0".to_owned() } else { format!("{}ms", range.start().as_millis()) };
-    Err(Some(format!("a time from {least} to {}h", range.end().as_secs() / 3_600)))
+    Err(expected(&format!("a time from {least} to {}h", range.end().as_secs() / 3_600)))
 }
 
 impl<const LEAST_MS: u64> FromStr for BoundedTime<LEAST_MS> {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        parse(text, "s", &Self::RANGE).map(Self).map_err(|range| {
-            let expected = range.unwrap_or_else(|| "a time such as 5s, 500ms, 2min or 90 (seconds)".to_owned());
-            format!("expected {expected}, found {text:?}")
-        })
+        parse(text, "s", "a time such as 5s, 500ms, 2min or 90 (seconds)", &Self::RANGE).map(Self)
     }
 }
 
