@@ -9,19 +9,12 @@ use super::{
 };
 
 /// Why a keyword is refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum KeywordError {
-    /// No setting has this name.
-    #[error("{0}")]
-    Unknown(String),
-    /// The setting does not accept the value.
-    #[error("{name}: {reason}")]
-    Value {
-        /// The keyword.
-        name: String,
-        /// The expected and the found value.
-        reason: String,
-    },
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeywordError {
+    /// Whether no setting has its name; else the setting does not accept the value.
+    pub is_unknown: bool,
+    /// The name, and the expected and the found value.
+    pub text: String,
 }
 
 /// The settings that a program gives when it opens a checkpoint in process.
@@ -37,27 +30,25 @@ pub fn all() -> impl Iterator<Item = &'static Setting> + Clone {
 pub fn parse(keywords: impl IntoIterator<Item = (String, toml::Value)>) -> Result<Settings, Vec<KeywordError>> {
     let (mut settings, mut errors) = (Settings::default(), Vec::new());
     for (name, value) in keywords {
-        let Some(row) = all().find(|row| row.option() == name) else {
-            errors.push(unknown(&name));
-            continue;
-        };
-        if let Err(reason) = read(row, &mut settings, &value) {
-            errors.push(KeywordError::Value { name, reason });
+        match all().find(|row| row.option() == name).map(|row| read(row, &mut settings, &value)) {
+            None => errors.push(KeywordError { is_unknown: true, text: unknown(&name) }),
+            Some(Err(reason)) => errors.push(KeywordError { is_unknown: false, text: format!("{name}: {reason}") }),
+            Some(Ok(())) => {}
         }
     }
     if errors.is_empty() { Ok(settings) } else { Err(errors) }
 }
 
-fn unknown(name: &str) -> KeywordError {
+fn unknown(name: &str) -> String {
     if let Some(row) = SETTINGS.iter().find(|row| row.option() == name) {
         let what = match row.group {
             Group::Place => "an argument of its own",
             Group::Serve => "of servers only",
             Group::View | Group::Reading | Group::Mount | Group::Logging => "of mounts only",
         };
-        return KeywordError::Unknown(format!("the setting `{name}` is {what}"));
+        return format!("the setting `{name}` is {what}");
     }
-    KeywordError::Unknown(table::unknown("setting", name, all().map(Setting::option)))
+    table::unknown("setting", name, all().map(Setting::option))
 }
 
 fn read(row: &Setting, settings: &mut Settings, value: &toml::Value) -> Result<(), String> {
@@ -99,7 +90,7 @@ mod tests {
     fn all_refused_keywords_are_told_at_once() {
         let errors =
             parse(keywords("mehs = 'fsdp=4'\ndtype = 'b16'\nmkdir = true\nwhole = 'all'\nunscanned = 3")).unwrap_err();
-        let texts: Vec<String> = errors.iter().map(ToString::to_string).collect();
+        let texts: Vec<String> = errors.into_iter().map(|error| error.text).collect();
         let [dtype, mehs, mkdir, unscanned, whole] = &texts[..] else { panic!("{texts:?}") };
         assert!(mehs.contains("did you mean `mesh`"), "{mehs}");
         assert!(mkdir.contains("of mounts only"), "{mkdir}");

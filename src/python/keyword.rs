@@ -1,9 +1,6 @@
 //! Settings from Python's values.
 
-use ckfs_config::{
-    Setting, Settings,
-    keywords::{self, KeywordError},
-};
+use ckfs_config::{Setting, Settings, keywords};
 use pyo3::{
     exceptions::PyTypeError,
     prelude::*,
@@ -62,8 +59,8 @@ pub(super) fn parsed(given: &Bound<'_, PyDict>) -> PyResult<Settings> {
         pairs.push((name, value));
     }
     keywords::parse(pairs).map_err(|errors| {
-        let texts: Vec<String> = errors.iter().map(ToString::to_string).collect();
-        let is_unknown = errors.iter().any(|error| matches!(error, KeywordError::Unknown(_)));
+        let is_unknown = errors.iter().any(|error| error.is_unknown);
+        let texts: Vec<String> = errors.into_iter().map(|error| error.text).collect();
         let text = texts.join("; ");
         if is_unknown { PyTypeError::new_err(text) } else { ExceptionKind::Usage.listing(py, &text, texts) }
     })
