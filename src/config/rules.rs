@@ -83,7 +83,7 @@ pub struct LogicalRule {
     pub mesh: Vec<String>,
 }
 
-fn table<const N: usize>(rows: [(&str, toml::Value); N]) -> toml::Value {
+pub(super) fn table<const N: usize>(rows: [(&str, toml::Value); N]) -> toml::Value {
     toml::Value::Table(rows.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
 }
 

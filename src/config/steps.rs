@@ -2,7 +2,10 @@
 
 use std::num::NonZeroU32;
 
-use super::value::{Fault, SettingValue, Toml, read_as};
+use super::{
+    rules::table,
+    value::{Fault, SettingValue, Toml, read_as},
+};
 
 /// The steps of a run to show.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,12 +104,11 @@ impl SettingValue for Average {
             }
             Self::Sources(sources) => sources,
         };
-        let table = |(source, weight): &(String, f32)| {
+        let term = |(source, weight): &(String, f32)| {
             let number = weight.to_string().parse::<f64>().map_err(|error| error.to_string())?;
-            let members = [("source".to_owned(), source.as_str().into()), ("weight".to_owned(), number.into())];
-            Ok(toml::Value::Table(members.into_iter().collect()))
+            Ok(table([("source", source.as_str().into()), ("weight", number.into())]))
         };
-        Ok(toml::Value::Array(terms.iter().map(table).collect::<Result<_, String>>()?))
+        Ok(toml::Value::Array(terms.iter().map(term).collect::<Result<_, String>>()?))
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
