@@ -5,8 +5,7 @@
 use std::ffi::{OsStr, OsString};
 
 use ckfs_config::{
-    Arity, FORMER, Group, KEYS, LAYOUTS, Quantize, Requantize, SETTINGS, Setting, Settings, former,
-    value::Choice,
+    Arity, FORMER, Group, KEYS, LAYOUTS, Quantize, Requantize, SETTINGS, Setting, Settings, former, value::Choice,
 };
 use ckfs_source::remote::url_schemes;
 use clap::{

@@ -61,5 +61,5 @@ pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{
     ByteCount, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LAYOUTS, LayoutChoice, Materialize, MergedLora,
     ModelPart, OwnerId, ParamValue, PermissionBits, Prefetch, Quantize, Requantize, ShardChoice, THREADS_MAX,
-    ThreadCount, Tied,
+    ThreadCount, Tied, WholeNumber,
 };

@@ -8,7 +8,7 @@ use super::{
     Allow, Average, ByteCount, CastRule, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LayerRanges,
     LayoutChoice, ListenAddress, LogicalRule, Materialize, MergedLora, Mesh, ModelPart, OwnerId, ParamValue, Pattern,
     PermissionBits, Prefetch, Quantize, Rename, RepoName, Requantize, ShardChoice, ShardRule, Steps, ThreadCount, Tied,
-    TimeLimit, WaitTime,
+    TimeLimit, WaitTime, WholeNumber,
     near::did_you_mean,
     setting::{
         Arity::{self, Flag, Optional, Required},
@@ -419,7 +419,7 @@ settings! {
     gid: Option<OwnerId> = Mount.row("gid", Required("GID"))
         .help("Group of all files, with the right to read them; .ckfs/ stays with the user that mounts.");
     /// The kernel's read-ahead in KiB.
-    read_ahead_kb: Option<u32> = Mount.row("read-ahead", Required("KIB"))
+    read_ahead_kb: Option<WholeNumber<0, { u32::MAX }>> = Mount.row("read-ahead", Required("KIB"))
         .help("The kernel's read-ahead in KiB.")
         .key("read_ahead_kb");
     /// Whether the kernel reads byte-identical files directly.

@@ -211,12 +211,12 @@ fn errors_name_file_and_line() {
         ("[mount]\ncache_bytes = \"1X\"", "x.toml:2: expected a number of bytes such as"),
         ("[mount]\nfile_mode = '0448'", "x.toml:2: mode: expected octal digits from 0 to 0777 such as 0440"),
         ("[mount]\ndir_mode = '7777'", "x.toml:2: mode: expected octal digits"),
-        ("[mount]\nuid = 4294967295", "x.toml:2: expected the number of a user or group, 0 to 4294967294, found"),
+        ("[mount]\nuid = 4294967295", "x.toml:2: expected a whole number from 0 to 4294967294, found"),
         ("[mount]\nsource_timeout = '0s'", "x.toml:2: expected a time from 1ms to 8760h, found"),
         ("[mount]\ngrace_seconds = 9223372036854775807", "x.toml:2: expected a time from 0 to 8760h, found"),
         ("[mount]\ndrain_seconds = '9000h'", "x.toml:2: expected a time from 0 to 8760h, found"),
         ("[mount]\nthread = 1", "x.toml:2: unknown field `thread`"),
-        ("[mount]\nthreads = 20000", "x.toml:2: threads: expected 1 to 512, found 20000"),
+        ("[mount]\nthreads = 20000", "x.toml:2: expected a whole number from 1 to 512, found 20000"),
         ("[view.a]\nsource = \"x\"", "x.toml:2: `source` belongs before the first table"),
         ("a = 1\n[view.\"../x\"]\n", "x.toml:1: unknown field `a`"),
         ("\n[view.\"../x\"]\n", "x.toml:2: view \"../x\": expected a name"),
@@ -241,7 +241,7 @@ fn a_former_setting_is_refused_with_its_present_equivalent() {
 
 #[test]
 fn materialize_takes_a_word_or_a_directory() {
-    let found = |word: &str| Materialize::from_word(word);
+    let found = |word: &str| Materialize::from_os(word.as_ref());
     assert_eq!(found("auto"), Ok(Materialize::Auto));
     assert_eq!(found("memory"), Ok(Materialize::Memory));
     assert_eq!(found("none"), Ok(Materialize::None));
@@ -364,9 +364,12 @@ fn options_are_flags_with_underscores() {
     let parse = |name: &'static str, value: Option<&'static str>| options::parse([(name, value)]);
     assert_eq!(parse("no_passthrough", None).unwrap().mount.passthrough, Some(false));
     assert_eq!(parse("direct_io", None).unwrap().mount.direct_io, Some(Allow::All));
-    assert_eq!(parse("read_ahead", Some("64")).unwrap().mount.read_ahead_kb, Some(64));
+    assert_eq!(parse("read_ahead", Some("64")).unwrap().mount.read_ahead_kb, Some(WholeNumber(64)));
     let errors = [
-        (parse("threads", Some("0")), "invalid value '0' for '--threads <N>': threads: expected 1 to 512, found 0"),
+        (
+            parse("threads", Some("0")),
+            "invalid value '0' for '--threads <N>': expected a whole number from 1 to 512, found 0",
+        ),
         (parse("even", Some("1")), "option even: expected no value, found \"1\""),
         (parse("mesh", None), "option mesh: expected mesh=VALUE"),
         (

@@ -68,7 +68,7 @@ pub trait SettingValue: Clone {
     /// The form of the key for several values.
     const SEVERAL: KeyForm = KeyForm::List;
 
-    /// Reads it from a word. By default only a file can hold the value.
+    /// Reads it from a word. By default it is not made of one: only a file can hold it, or it is read by [`SettingValue::from_os`].
     ///
     /// # Errors
     /// The expected and the found value.
@@ -96,7 +96,7 @@ pub trait SettingValue: Clone {
     /// # Errors
     /// The expected and the found value, and its position.
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        read_as(value, |text: String| Self::from_word(&text))
+        read_as(value, |text: String| Self::from_os(OsStr::new(&text)))
     }
 
     /// Adds the value of a second flag of the same name.
@@ -320,10 +320,6 @@ impl SettingValue for String {
 }
 
 impl SettingValue for PathBuf {
-    fn from_word(text: &str) -> Result<Self, String> {
-        Ok(text.into())
-    }
-
     fn from_os(text: &OsStr) -> Result<Self, String> {
         if text.is_empty() { Err("expected a path, found nothing".to_owned()) } else { Ok(text.into()) }
     }
@@ -344,20 +340,6 @@ fn rebase<'v, T: SettingValue + 'v>(values: impl IntoIterator<Item = &'v mut T>,
     for path in values.into_iter().filter_map(T::path_mut).filter(is_path) {
         let joined = base.join(&*path);
         *path = std::path::absolute(&joined).unwrap_or(joined);
-    }
-}
-
-impl SettingValue for u32 {
-    fn from_word(text: &str) -> Result<Self, String> {
-        text.parse().map_err(|_| format!("expected a whole number up to {}, found {text:?}", Self::MAX))
-    }
-
-    fn to_toml(&self) -> Result<toml::Value, String> {
-        Ok(i64::from(*self).into())
-    }
-
-    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        deserialize(value)
     }
 }
 

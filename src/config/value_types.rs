@@ -2,8 +2,6 @@
 
 use std::{
     ffi::OsStr,
-    fmt::Display,
-    ops::RangeInclusive,
     path::{Path, PathBuf},
     str::FromStr,
     sync::{Arc, LazyLock},
@@ -429,10 +427,6 @@ pub enum Materialize {
 }
 
 impl SettingValue for Materialize {
-    fn from_word(text: &str) -> Result<Self, String> {
-        Self::from_os(OsStr::new(text))
-    }
-
     fn from_os(text: &OsStr) -> Result<Self, String> {
         match text.to_str() {
             Some("none") => Ok(Self::None),
@@ -478,10 +472,6 @@ impl MergedLora {
 }
 
 impl SettingValue for MergedLora {
-    fn from_word(text: &str) -> Result<Self, String> {
-        Self::from_os(OsStr::new(text))
-    }
-
     fn from_os(text: &OsStr) -> Result<Self, String> {
         if text == "self" { Ok(Self::Own) } else { PathBuf::from_os(text).map(Self::Dir) }
     }
@@ -550,34 +540,37 @@ impl SettingValue for PermissionBits {
     }
 }
 
-/// A whole number in this range; `expected` begins the message if it is none.
-fn within<T: FromStr + PartialOrd + Display>(
-    text: &str,
-    expected: &str,
-    range: RangeInclusive<T>,
-) -> Result<T, String> {
-    let found = text.parse().ok().filter(|number| range.contains(number));
-    found.ok_or_else(|| format!("{expected} {} to {}, found {}", range.start(), range.end(), text.escape_debug()))
-}
+/// A whole number from `LEAST` to `MOST`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WholeNumber<const LEAST: u32, const MOST: u32>(pub(crate) u32);
 
 /// The number of a user or group. The greatest 32-bit number is not one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct OwnerId(u32);
+pub type OwnerId = WholeNumber<0, { u32::MAX - 1 }>;
 
-impl OwnerId {
+/// A number of threads, from 1 to [`THREADS_MAX`].
+pub type ThreadCount = WholeNumber<1, { THREADS_MAX as u32 }>;
+
+impl<const LEAST: u32, const MOST: u32> WholeNumber<LEAST, MOST> {
     /// The number.
     pub fn number(self) -> u32 {
         self.0
     }
+
+    /// The number, as one of things in memory.
+    pub fn count(self) -> usize {
+        usize::try_from(self.0).unwrap_or(usize::MAX)
+    }
 }
 
-impl SettingValue for OwnerId {
+impl<const LEAST: u32, const MOST: u32> SettingValue for WholeNumber<LEAST, MOST> {
     fn from_word(text: &str) -> Result<Self, String> {
-        within(text, "expected the number of a user or group,", 0..=u32::MAX - 1).map(Self)
+        let found = text.parse().ok().filter(|number| (LEAST..=MOST).contains(number));
+        let expected = || format!("expected a whole number from {LEAST} to {MOST}, found {}", text.escape_debug());
+        found.map(Self).ok_or_else(expected)
     }
 
     fn to_toml(&self) -> Result<toml::Value, String> {
-        self.0.to_toml()
+        Ok(i64::from(self.0).into())
     }
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
@@ -658,31 +651,6 @@ impl SettingValue for ByteCount {
 
     fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
         read_word(value, "a number of bytes such as 67108864 or \"64M\"")
-    }
-}
-
-/// A number of threads, from 1 to [`THREADS_MAX`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ThreadCount(u16);
-
-impl ThreadCount {
-    /// The number.
-    pub fn count(self) -> usize {
-        usize::from(self.0)
-    }
-}
-
-impl SettingValue for ThreadCount {
-    fn from_word(text: &str) -> Result<Self, String> {
-        within(text, "threads: expected", 1..=THREADS_MAX).map(Self)
-    }
-
-    fn to_toml(&self) -> Result<toml::Value, String> {
-        Ok(i64::from(self.0).into())
-    }
-
-    fn from_toml(value: Toml<'_>) -> Result<Self, Fault> {
-        read_as(value, |number: u64| Self::from_word(&number.to_string()))
     }
 }
 

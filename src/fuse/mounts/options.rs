@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ckfs_config::{MountSettings, WaitTime};
+use ckfs_config::{MountSettings, WaitTime, WholeNumber};
 use ckfs_service::budget;
 
 /// How to mount and serve.
@@ -32,7 +32,7 @@ impl MountOptions {
             name: name.to_owned(),
             allow_other: settings.allow_other.unwrap_or(defaults.allow_other),
             threads: Some(budget(settings).threads),
-            read_ahead_kib: settings.read_ahead_kb.or(defaults.read_ahead_kib),
+            read_ahead_kib: settings.read_ahead_kb.map(WholeNumber::number).or(defaults.read_ahead_kib),
             passthrough: settings.passthrough.unwrap_or(defaults.passthrough),
             grace: settings.grace.map_or(defaults.grace, WaitTime::duration),
             drain: settings.drain.map_or(defaults.drain, WaitTime::duration),
