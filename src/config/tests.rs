@@ -249,7 +249,7 @@ fn materialize_takes_a_word_or_a_directory() {
         assert_eq!(found(path), Ok(Materialize::Dir(path.into())));
     }
     // Words of a former setting, and placeholders from the help, are not directories.
-    for word in ["all", "tensors", "whole", "dir", ""] {
+    for word in ["all", "tensors", "whole", "dir", "", "s3://bucket/x"] {
         assert!(found(word).unwrap_err().contains("expected auto, memory, none or a directory"), "{word}");
     }
     let written = parse("[mount]\nmaterialize = 'copies'").unwrap();

@@ -437,6 +437,9 @@ impl SettingValue for Materialize {
             Some(word @ ("all" | "tensors" | "whole" | "dir")) => {
                 Err(format!("materialize: expected auto, memory, none or a directory such as ./{word}, found {word:?}"))
             }
+            Some(word) if word.contains("://") => {
+                Err(format!("materialize: expected auto, memory, none or a directory, found the address {word:?}"))
+            }
             Some(_) | None => Ok(Self::Dir(text.into())),
         }
     }
