@@ -8,6 +8,8 @@ use ckfs_fuse::block_signals;
 use ckfs_host::{Log, LogTarget, state_directory, systemd};
 use clap::Args;
 
+use super::flags::LogFlags;
+
 /// Mounts volumes for the pods of a Kubernetes node, by the Container Storage Interface.
 ///
 /// A volume's attributes are the keys of a configuration file, as words: source, mesh, layout, dtype, steps; a setting that may be
@@ -58,13 +60,10 @@ pub(super) struct Csi {
 }
 
 impl Csi {
-    pub(super) fn run(self, quiet: bool, log: &Log) -> anyhow::Result<()> {
+    pub(super) fn run(self, flags: &LogFlags, log: &Log) -> anyhow::Result<()> {
         block_signals()?;
         let tell = |text: &str| {
-            if !quiet {
-                log.flush(ckfs_host::log::FLUSH_LIMIT);
-                ckfs_host::tell(&format!("ckfs: {text}\n"));
-            }
+            flags.tell(log, text);
             log.switch(LogTarget::stderr());
             systemd::notify(&[systemd::NotifyState::Ready]);
         };

@@ -7,6 +7,7 @@ use std::ffi::{OsStr, OsString};
 use ckfs_config::{
     Arity, FORMER, Group, KEYS, LAYOUTS, Quantize, Requantize, SETTINGS, Setting, Settings, former, value::Choice,
 };
+use ckfs_host::{Log, log::FLUSH_LIMIT};
 use ckfs_source::remote::url_schemes;
 use clap::{
     Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches,
@@ -207,4 +208,14 @@ pub(super) struct LogFlags {
     pub(super) quiet: bool,
     #[command(flatten)]
     pub(super) file: LoggingFlags,
+}
+
+impl LogFlags {
+    /// Tells the user what has been done, after what the log has so far.
+    pub(super) fn tell(&self, log: &Log, text: &str) {
+        if !self.quiet {
+            log.flush(FLUSH_LIMIT);
+            ckfs_host::tell(&format!("ckfs: {text}\n"));
+        }
+    }
 }

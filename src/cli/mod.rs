@@ -316,7 +316,7 @@ fn run(cli: Cli, sink: &Log, args: &[OsString]) -> anyhow::Result<ExitCode> {
         #[cfg(feature = "serve")]
         Command::Serve(command) => command.run(&log, sink),
         #[cfg(feature = "csi")]
-        Command::Csi(command) => command.run(log.quiet, sink),
+        Command::Csi(command) => command.run(&log, sink),
         Command::Umount(command) => command.run(),
         Command::Status(command) => command.run(),
         Command::Metrics(command) => command.run(),
@@ -378,14 +378,11 @@ fn report_error(error: &anyhow::Error) -> ExitCode {
         ExitCode::SUCCESS
     } else if error.is::<AlreadyReported>() {
         ExitCode::FAILURE
-    } else if error.is::<Usage>() {
-        let message = output::message(error);
-        ckfs_host::tell(&format!("{}\n\nFor more information, try '--help'.\n", output::error_text(&message)));
-        output::print_json_error(&message, 2);
-        ExitCode::from(2)
     } else {
-        let (message, code) = (output::message(error), if is_malformed(error) { 2 } else { 1 });
-        ckfs_host::tell(&format!("{}\n", output::error_text(&message)));
+        let is_usage = error.is::<Usage>();
+        let (message, code) = (output::message(error), if is_usage || is_malformed(error) { 2 } else { 1 });
+        let more = if is_usage { "\n\nFor more information, try '--help'." } else { "" };
+        ckfs_host::tell(&format!("{}{more}\n", output::error_text(&message)));
         output::print_json_error(&message, code);
         ExitCode::from(code)
     }

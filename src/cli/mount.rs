@@ -210,11 +210,7 @@ impl Mount {
         made.keep();
         let (source, path) = (config.source.unwrap_or_default(), mountpoint.display());
         tracing::info!("{source} is mounted on {path} by process {pid}");
-        if !log.quiet {
-            // The log line precedes this message, as it was written first.
-            sink.flush(ckfs_host::log::FLUSH_LIMIT);
-            ckfs_host::tell(&format!("ckfs: mounted on {path}; its log goes {place}; {served}\n"));
-        }
+        log.tell(sink, &format!("mounted on {path}; its log goes {place}; {served}"));
         Ok(())
     }
 }

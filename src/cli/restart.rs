@@ -92,11 +92,7 @@ impl Restart {
             Err(why) if is_live => (self.anew(&why, config, &words, &mountpoint)?, "mounted anew on"),
             Err(why) => return Err(why),
         };
-        if !log.quiet {
-            sink.flush(ckfs_host::log::FLUSH_LIMIT);
-            let (place, served) = (started.log, started.served);
-            ckfs_host::tell(&format!("ckfs: {how} {path}; its log goes {place}; {served}\n"));
-        }
+        log.tell(sink, &format!("{how} {path}; its log goes {}; {}", started.log, started.served));
         Ok(())
     }
 

@@ -71,10 +71,7 @@ fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow:
     let (address, s3) = (door.address(), door.s3_address());
     let has_log_file = config.mount.log_file.is_some();
     let tell_ready = |text: &str| {
-        if !flags.quiet {
-            log.flush(ckfs_host::log::FLUSH_LIMIT);
-            ckfs_host::tell(text);
-        }
+        flags.tell(log, text);
         if !has_log_file {
             // The log of a server has times.
             log.switch(LogTarget::stderr());
@@ -109,5 +106,5 @@ fn ready_text(label: &str, address: SocketAddr, s3: Option<SocketAddr>, names: &
         names => format!("HF_ENDPOINT=http://{address} has {}", names.join(", ")),
     };
     let s3 = s3.map_or_else(String::new, |s3| format!("; S3 at http://{s3}, bucket ckfs"));
-    format!("ckfs: serving {label} at http://{address}/files/; {repositories}{s3}\n")
+    format!("serving {label} at http://{address}/files/; {repositories}{s3}")
 }
