@@ -74,10 +74,7 @@ impl Explain {
             }
         }
         let (source, path) = open::source_and(&self.first, self.second.as_deref(), &self.flags, "PATH")?;
-        if let Some((_, config)) = open::mount_config(source, &self.flags)? {
-            return Ok((path.to_owned(), config));
-        }
-        Ok((path.to_owned(), open::source_config(source, &self.flags)?))
+        Ok((path.to_owned(), open::target_config(source, &self.flags)?.1))
     }
 
     pub(super) fn run(&self) -> anyhow::Result<()> {

@@ -86,6 +86,20 @@ pub(super) fn mount_config<'a>(
     Ok(Some((mount, shown_config(mount)?)))
 }
 
+/// The mount that an argument names, if it names one, and the configuration of it or of the source.
+///
+/// # Errors
+/// As [`mount_config`] and [`source_config`].
+pub(super) fn target_config<'a>(
+    target: Option<&'a str>,
+    flags: &SourceFlags,
+) -> anyhow::Result<(Option<&'a Path>, Config)> {
+    Ok(match mount_config(target, flags)? {
+        Some((mount, config)) => (Some(mount), config),
+        None => (None, source_config(target, flags)?),
+    })
+}
+
 /// The configuration that a mount shows of itself, with the files of layouts. The sources that it names are not touched.
 /// What gives no answer within the mount's time limit ends this process.
 ///

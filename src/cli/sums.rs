@@ -179,10 +179,7 @@ fn compare<'a>(
 
 /// The present digests of a source or mount.
 fn list(target: Option<&str>, only: &[String], flags: &SourceFlags, log: &LogFlags) -> anyhow::Result<DigestList> {
-    let (mount, mut config) = match open::mount_config(target, flags)? {
-        Some((mount, config)) => (Some(mount), config),
-        None => (None, open::source_config(target, flags)?),
-    };
+    let (mount, mut config) = open::target_config(target, flags)?;
     let volume = open::volume(&mut config)?;
     let nodes = tree::select(&volume, only, "sum", &|node| {
         let of_the_host = node.path.split('/').any(|component| OF_THE_HOST.contains(&component));

@@ -143,11 +143,7 @@ impl Verify {
             return sums::check(sums, self.target.as_deref(), &self.only, self.json, (&self.flags, log));
         }
         let amount = if self.full { u64::MAX } else { self.sample.0 };
-        let target = self.target.as_deref();
-        let (mount, mut config) = match open::mount_config(target, &self.flags)? {
-            Some((mount, config)) => (Some(mount), config),
-            None => (None, open::source_config(target, &self.flags)?),
-        };
+        let (mount, mut config) = open::target_config(self.target.as_deref(), &self.flags)?;
         let Some(wanted) = config.mount.steps else {
             let found = verify(&mut config, mount, &self.only, amount, log)?;
             return self.tell(&found, || found.verdict(), || format!("{}, no difference\n", found.summary()));
