@@ -5,16 +5,17 @@
 
 use std::{
     fs,
+    io::Write as _,
     os::unix::fs::{DirBuilderExt, OpenOptionsExt},
     path::{Path, PathBuf},
     time::SystemTime,
 };
 
-use std::io::Write as _;
-
 use anyhow::{Context, bail};
 use ckfs_config::Config;
 use ckfs_host::{last_mount_file, last_mounts_directory};
+
+use super::output;
 
 /// Configurations that are kept.
 const FILES_MAX: usize = 64;
@@ -34,11 +35,9 @@ pub(super) fn write(config: &Config, mountpoint: &Path) -> anyhow::Result<PathBu
     let file = last_mount_file(mountpoint).context("no state directory: neither XDG_STATE_HOME nor HOME is set")?;
     let directory = file.parent().context("state directory")?;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
-    // A reader finds the old configuration or the new one.
-    let partial = file.with_extension(format!("{}.part", std::process::id()));
-    let mut open = fs::File::options().write(true).create_new(true).mode(0o600).open(&partial)?;
-    let written = open.write_all(config.to_toml()?.as_bytes()).and_then(|()| fs::rename(&partial, &file));
-    written.inspect_err(|_| drop(fs::remove_file(&partial)))?;
+    let text = config.to_toml()?;
+    let open = |new: &Path| fs::File::options().write(true).create_new(true).mode(0o600).open(new);
+    output::replace(&file, |new| open(new)?.write_all(text.as_bytes()))?;
     for (_, old) in newest_first(directory).into_iter().skip(FILES_MAX) {
         fs::remove_file(old)?;
     }

@@ -8,7 +8,7 @@ use ckfs_config::{Config, MountSettings, Settings};
 use ckfs_fuse::interruptible;
 use ckfs_plan::ViewOptions;
 use ckfs_service::{
-    Alive, OpenError, WaitWatch, open_alive, open_checkpoint, open_volume, plan_views, volume_of, wait_registry, watch,
+    Alive, OpenError, WaitWatch, open_alive, open_checkpoint, open_volume, plan_views, wait_registry, watch,
 };
 use ckfs_source::{Wait, WaitRegistry};
 use ckfs_volume::{ViewPlan, Volume};
@@ -185,14 +185,6 @@ pub(super) fn started(
 /// Everything wrong with any of the plans.
 pub(super) fn plans(checkpoint: &Checkpoint, config: &Config) -> anyhow::Result<Vec<ViewPlan>> {
     plan_views(checkpoint, config).map_err(explained)
-}
-
-/// The volume of these plans.
-///
-/// # Errors
-/// Every reason why the plans cannot be mounted.
-pub(super) fn lay_out(checkpoint: &Arc<Checkpoint>, plans: &[ViewPlan], config: &Config) -> anyhow::Result<Volume> {
-    volume_of(checkpoint, plans, config).map_err(explained)
 }
 
 /// An error of opening, with what would help.

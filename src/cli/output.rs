@@ -3,7 +3,7 @@
 use std::{
     env,
     fmt::Write as _,
-    fs::{self, File},
+    fs,
     io::{self, Write},
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
@@ -178,55 +178,32 @@ pub(super) fn write_served(bytes: Served<'_>) -> anyhow::Result<()> {
     written(bytes.write_to(&io::stdout()))
 }
 
-/// Where a file is written until it is complete.
-fn beside(path: &Path) -> anyhow::Result<PathBuf> {
-    let Some(name) = path.file_name() else {
-        return Err(Usage(format!("{}: expected the name of a file", path.display())).into());
-    };
-    Ok(path.with_file_name(format!(".{}.{}.part", name.display(), std::process::id())))
+fn no_name(path: &Path) -> Usage {
+    Usage(format!("{}: expected the name of a file", path.display()))
 }
 
-/// Replaces a file by one that is written beside it: a reader finds the old or the new text.
-pub(super) fn replace(path: &Path, text: &str) -> anyhow::Result<()> {
-    let beside = beside(path)?;
-    let written = fs::write(&beside, text).and_then(|()| fs::rename(&beside, path));
+/// Replaces a file by one that `write` makes beside it: a reader finds the old or the new content.
+pub(super) fn replace(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) -> anyhow::Result<()> {
+    let name = path.file_name().ok_or_else(|| no_name(path))?;
+    let beside = path.with_file_name(format!(".{}.{}.part", name.display(), std::process::id()));
+    let written = write(&beside).and_then(|()| fs::rename(&beside, path));
     written.inspect_err(|_| drop(fs::remove_file(&beside))).with_context(|| path.display().to_string())
 }
 
-/// A regular file to be written, which has its old content until the new one is complete.
-#[derive(Debug)]
-pub(super) struct NewFile {
-    target: PathBuf,
-    partial: PathBuf,
-}
-
-impl NewFile {
-    /// The file at a path. A link leads to its target. What is no regular file is refused: it would be replaced.
-    pub(super) fn at(path: &Path) -> anyhow::Result<Self> {
-        if path == Path::new("-") {
-            return Err(Usage("-: expected the name of a file, such as plan.html".to_owned()).into());
-        }
-        let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        if fs::metadata(&target).is_ok_and(|found| !found.is_file()) {
-            return Err(Usage(format!("{}: is not a regular file", path.display())).into());
-        }
-        let parent = target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        if !parent.is_dir() {
-            return Err(Usage(format!("{}: no such directory; create it first", parent.display())).into());
-        }
-        Ok(Self { partial: beside(&target)?, target })
+/// The regular file to be replaced at a path. A link leads to its target. What is no regular file is refused.
+pub(super) fn replaced(path: &Path) -> anyhow::Result<PathBuf> {
+    if path == Path::new("-") {
+        return Err(Usage("-: expected the name of a file, such as plan.html".to_owned()).into());
     }
-
-    /// Writes the whole content.
-    pub(super) fn write(self, bytes: &[u8]) -> anyhow::Result<()> {
-        let write = || {
-            let mut file = File::options().write(true).create_new(true).open(&self.partial)?;
-            file.write_all(bytes)?;
-            file.sync_all()?;
-            fs::rename(&self.partial, &self.target)
-        };
-        write().inspect_err(|_| drop(fs::remove_file(&self.partial))).with_context(|| self.target.display().to_string())
+    let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    if fs::metadata(&target).is_ok_and(|found| !found.is_file()) {
+        return Err(Usage(format!("{}: is not a regular file", path.display())).into());
     }
+    let parent = target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !parent.is_dir() {
+        return Err(Usage(format!("{}: no such directory; create it first", parent.display())).into());
+    }
+    if target.file_name().is_none() { Err(no_name(&target).into()) } else { Ok(target) }
 }
 
 #[cfg(test)]
@@ -238,17 +215,17 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("plan.html");
         for content in ["one", "two"] {
-            NewFile::at(&path).unwrap().write(content.as_bytes()).unwrap();
+            replace(&replaced(&path).unwrap(), |new| fs::write(new, content)).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), content);
         }
         let link = directory.path().join("link");
         std::os::unix::fs::symlink("plan.html", &link).unwrap();
-        NewFile::at(&link).unwrap().write(b"three").unwrap();
+        replace(&replaced(&link).unwrap(), |new| fs::write(new, "three")).unwrap();
         assert!(link.is_symlink() && fs::read_to_string(&path).unwrap() == "three");
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 2);
         for wrong in [Path::new("-"), directory.path(), Path::new("/dev/null"), &directory.path().join("no/plan.html")]
         {
-            assert!(NewFile::at(wrong).is_err(), "{}", wrong.display());
+            assert!(replaced(wrong).is_err(), "{}", wrong.display());
         }
     }
 

@@ -1,6 +1,6 @@
 //! `ckfs plan`: what would be mounted.
 
-use std::{collections::BTreeMap, ffi::OsString, fmt::Write as _, path::PathBuf, sync::Arc};
+use std::{collections::BTreeMap, ffi::OsString, fmt::Write as _, fs::File, io::Write as _, path::PathBuf, sync::Arc};
 
 use anyhow::{Context, bail};
 use ckfs_checkpoint::{Checkpoint, printable, runs::StepKind};
@@ -10,14 +10,13 @@ use ckfs_plan::{
     RemoteBytes,
     report::{Report, ViewReport, html, human_bytes, summary},
 };
-use ckfs_service::{quoted, steps::ListedStep};
-use ckfs_source::Served;
+use ckfs_service::{quoted, steps::ListedStep, volume_of};
 use ckfs_tensor::EncodedMatrices;
 use ckfs_volume::{Mounter, OmittedFormat, PermittedReaders, ViewPlan, Volume, readers, unavailable};
 use clap::Args;
-use tracing::warn;
-
+use serde::Serialize;
 use serde_json::{Map, Value, json};
+use tracing::warn;
 
 use super::{
     fetch,
@@ -29,9 +28,6 @@ use super::{
 
 /// The plan's text in a mount.
 const PLAN: &str = ".ckfs/plan.txt";
-
-/// Bytes read at once.
-const CHUNK_BYTES: usize = 1 << 20;
 
 /// Shows what would be mounted, without mounting.
 ///
@@ -102,32 +98,6 @@ pub(super) fn with_compared_meshes(args: Vec<OsString>) -> Vec<OsString> {
     args.into_iter().map(compared).collect()
 }
 
-/// Finds the values that are to be quantized and have no code.
-fn check_values(volume: &Volume, plans: &[ViewPlan]) -> anyhow::Result<()> {
-    // A weight that a view shows alone and in a stack is one.
-    let mut matrices: BTreeMap<(usize, String), Arc<EncodedMatrices>> = BTreeMap::new();
-    for (number, view) in plans.iter().enumerate() {
-        for tensor in &view.plan.tensors {
-            tensor.view.for_each_encoded(&mut |of| {
-                matrices.entry((number, of.name.clone())).or_insert_with(|| Arc::clone(of));
-            });
-        }
-    }
-    if matrices.is_empty() {
-        bail!("--check-values: nothing is quantized: expected --quantize SCHEME");
-    }
-    let engine = volume.engine();
-    let found: Vec<String> = matrices
-        .values()
-        .filter_map(|of| Some(format!("  {}", printable(&engine.check_encoded(of).err()?.to_string()))))
-        .collect();
-    if !found.is_empty() {
-        bail!("{} of {} weights cannot be quantized:\n{}", found.len(), matrices.len(), found.join("\n"));
-    }
-    tracing::info!("all values of {} weights have codes", matrices.len());
-    Ok(())
-}
-
 /// Whether a source is opened as the checkpoint of the one step that is in it: an error is about that step.
 fn is_of_its_only_step(listed: &[ListedStep]) -> bool {
     // What names a step in the source itself, a tracker or `latest`, is of trainers that name it so.
@@ -136,7 +106,7 @@ fn is_of_its_only_step(listed: &[ListedStep]) -> bool {
 
 impl PlanCommand {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
-        let page = self.html.as_deref().map(output::NewFile::at).transpose()?;
+        let page = self.html.as_deref().map(output::replaced).transpose()?;
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         self.add_compared(&mut config)?;
         if let Some(wanted) = config.mount.steps {
@@ -162,35 +132,33 @@ impl PlanCommand {
         };
         // One step is the checkpoint of this plan.
         let listed = if listed.len() > 1 { listed } else { Vec::new() };
-        let plans = open::plans(&checkpoint, &config)?;
-        // The layout of all files, made as for a mount, finds the plans that cannot be mounted.
-        let mut volume = open::lay_out(&checkpoint, &plans, &config)?;
-        check_places(&config, &mut volume)?;
-        let needs = fetch::needs(&checkpoint, &plans)?;
+        let planned = Planned::new(checkpoint, &config)?;
         if !self.json && !listed.is_empty() {
             output::print(&format!("{}\n", steps::run_text(config.source.as_deref().unwrap_or_default(), &listed)))?;
         }
         if self.check_values {
-            check_values(&volume, &plans)?;
+            planned.check_values()?;
         }
         if let Some(page) = page {
-            page.write(html(&checkpoint, &view_reports(&plans), needs.as_ref()).as_bytes())?;
+            let text = html(&planned.checkpoint, &planned.views(), planned.needs.as_ref());
+            output::replace(&page, |new| {
+                let mut file = File::options().write(true).create_new(true).open(new)?;
+                file.write_all(text.as_bytes())?;
+                file.sync_all()
+            })?;
         }
         if self.json {
-            let mut more = report_members(&checkpoint, &volume, &config, needs);
-            if !listed.is_empty() {
-                more.insert("steps".to_owned(), steps::to_json(&listed));
-            }
-            output::print_json(&Report::new(&checkpoint, view_reports(&plans), more))?;
+            let steps = (!listed.is_empty()).then(|| ("steps".to_owned(), steps::to_json(&listed)));
+            output::print_json(&planned.report(&config, steps))?;
         } else {
-            output::print(&Self::text(&checkpoint, (&volume, &plans), needs.as_ref(), log)?)?;
+            output::print(&planned.text(log)?)?;
             if log.verbose == 0 && self.and_mesh.is_empty() {
                 output::print(&self.next())?;
             }
         }
-        self.warn(&checkpoint, &plans, log);
+        self.warn(&planned, log);
         // The process ends now. Giving back some million pieces of memory one by one takes a tenth of the whole time.
-        std::mem::forget((volume, plans, checkpoint));
+        std::mem::forget(planned);
         Ok(())
     }
 
@@ -240,19 +208,15 @@ impl PlanCommand {
         for (step, mut config) in steps::selected(config, wanted)? {
             let of_step = || format!("step {}", step.number);
             let checkpoint = open::checkpoint(&mut config).with_context(of_step)?;
-            let plans = open::plans(&checkpoint, &config).with_context(of_step)?;
-            let mut volume = open::lay_out(&checkpoint, &plans, &config).with_context(of_step)?;
-            check_places(&config, &mut volume)?;
-            let needs = fetch::needs(&checkpoint, &plans)?;
+            let planned = Planned::new(checkpoint, &config).with_context(of_step)?;
             if self.json {
-                let more = report_members(&checkpoint, &volume, &config, needs);
-                let report = serde_json::to_value(Report::new(&checkpoint, view_reports(&plans), more))?;
+                let report = serde_json::to_value(planned.report(&config, None))?;
                 all.push(json!({ "step": step.number, "source": step.source, "plan": report }));
             } else {
-                let text = Self::text(&checkpoint, (&volume, &plans), needs.as_ref(), log)?;
+                let text = planned.text(log)?;
                 output::print(&format!("step {}: {}\n{text}\n", step.number, printable(&step.source)))?;
             }
-            self.warn(&checkpoint, &plans, log);
+            self.warn(&planned, log);
         }
         if self.json {
             output::print_json(&json!({ "run": config.source, "steps": all }))?;
@@ -264,30 +228,104 @@ impl PlanCommand {
 /// What a report in a few lines leaves to others.
 const MORE: &str = "-v shows every tensor with its spec, and why; --html FILE draws it";
 
-impl PlanCommand {
-    /// The plan in a dozen lines, or all of it.
-    fn text(
-        checkpoint: &Checkpoint,
-        (volume, plans): (&Volume, &[ViewPlan]),
-        needs: Option<&RemoteBytes>,
-        log: &LogFlags,
-    ) -> anyhow::Result<String> {
-        if log.verbose > 0 {
-            return text(volume, needs);
+/// What would be mounted.
+struct Planned {
+    checkpoint: Arc<Checkpoint>,
+    plans: Vec<ViewPlan>,
+    volume: Volume,
+    needs: Option<RemoteBytes>,
+}
+
+impl Planned {
+    fn new(checkpoint: Arc<Checkpoint>, config: &Config) -> anyhow::Result<Self> {
+        let plans = open::plans(&checkpoint, config)?;
+        // The layout of all files, made as for a mount, finds the plans that cannot be mounted.
+        let mut volume = volume_of(&checkpoint, &plans, config).map_err(open::explained)?;
+        check_places(config, &mut volume)?;
+        let needs = fetch::needs(&checkpoint, &plans)?;
+        Ok(Self { checkpoint, plans, volume, needs })
+    }
+
+    /// Finds the values that are to be quantized and have no code.
+    fn check_values(&self) -> anyhow::Result<()> {
+        // A weight that a view shows alone and in a stack is one.
+        let mut matrices: BTreeMap<(usize, String), Arc<EncodedMatrices>> = BTreeMap::new();
+        for (number, view) in self.plans.iter().enumerate() {
+            for tensor in &view.plan.tensors {
+                tensor.view.for_each_encoded(&mut |of| {
+                    matrices.entry((number, of.name.clone())).or_insert_with(|| Arc::clone(of));
+                });
+            }
         }
-        let mut rows = summary(checkpoint, plans.iter().map(|of| (of.name.as_str(), of.plan.as_ref())));
-        for view in plans {
+        if matrices.is_empty() {
+            bail!("--check-values: nothing is quantized: expected --quantize SCHEME");
+        }
+        let engine = self.volume.engine();
+        let found: Vec<String> = matrices
+            .values()
+            .filter_map(|of| Some(format!("  {}", printable(&engine.check_encoded(of).err()?.to_string()))))
+            .collect();
+        if !found.is_empty() {
+            bail!("{} of {} weights cannot be quantized:\n{}", found.len(), matrices.len(), found.join("\n"));
+        }
+        tracing::info!("all values of {} weights have codes", matrices.len());
+        Ok(())
+    }
+
+    /// The views with the formats that they do not have.
+    fn views(&self) -> Vec<ViewReport<'_>> {
+        let row = |shown: &OmittedFormat| json!({"format": shown.format, "reason": shown.reason});
+        let more = |view: &ViewPlan| {
+            let missing: Value = unavailable(&view.plan).iter().map(row).collect();
+            Map::from_iter([("unavailable".to_owned(), missing)])
+        };
+        self.plans.iter().map(|of| ViewReport { name: &of.name, plan: &of.plan, more: more(of) }).collect()
+    }
+
+    /// All of it as JSON: the plans, what a volume adds to them, and another member.
+    fn report(&self, config: &Config, other: Option<(String, Value)>) -> impl Serialize {
+        let row = |readers: &PermittedReaders| {
+            let permission = readers.permission;
+            json!({
+                "uid": permission.uid, "gid": permission.gid, "mode": format!("{:04o}", permission.mode),
+                "files": readers.files, "example": readers.example,
+            })
+        };
+        let overrides = ckfs_service::overrides(&config.mount);
+        let readers = readers(&self.checkpoint, &Mounter::of_this_process(), &overrides);
+        let mut more = Map::from_iter([
+            ("materialized".to_owned(), self.volume.policy().to_json()),
+            ("readers".to_owned(), readers.iter().map(row).collect()),
+        ]);
+        more.extend(self.needs.as_ref().map(|needs| ("remote".to_owned(), needs.to_json())));
+        more.extend(other);
+        Report::new(&self.checkpoint, self.views(), more)
+    }
+
+    /// The plan in a dozen lines, or all of it, as a mount shows it too.
+    fn text(&self, log: &LogFlags) -> anyhow::Result<String> {
+        if log.verbose > 0 {
+            let node = tree::find(&self.volume, PLAN)?;
+            let (file, mut text) = (tree::ServedFile::open(&self.volume, None, &node)?, Vec::new());
+            file.read(0, usize::try_from(node.attr.size_bytes)?, &mut text).context(PLAN)?;
+            let more = self.needs.as_ref().map(remote_text).unwrap_or_default();
+            return Ok(String::from_utf8_lossy(&text).into_owned() + &more);
+        }
+        let mut rows = summary(&self.checkpoint, self.plans.iter().map(|of| (of.name.as_str(), of.plan.as_ref())));
+        for view in &self.plans {
             let absent: Vec<&str> = unavailable(&view.plan).iter().map(|shown| shown.format).collect();
             if !absent.is_empty() {
                 rows.push(("formats", format!("not there, or only in part: {} (-v says why)", absent.join(", "))));
             }
         }
-        rows.extend(needs.map(|needs| ("to fetch", to_fetch(needs))));
+        rows.extend(self.needs.as_ref().map(|needs| ("to fetch", to_fetch(needs))));
         rows.push(("more", MORE.to_owned()));
         let rows = rows.into_iter().map(|(key, value)| (key, printable(&value).into_owned()));
         Ok(paragraph::rows(rows, paragraph::width()))
     }
+}
 
+impl PlanCommand {
     /// The command that mounts what was planned, as a row; nothing if that is no text.
     fn next(&self) -> String {
         // A path that is no text cannot be shown as it would have to be typed.
@@ -314,7 +352,7 @@ impl PlanCommand {
     }
 
     /// Says on standard error, after the plan, what is not wrong and should be known. All of the plan has it in its lines.
-    fn warn(&self, checkpoint: &Checkpoint, plans: &[ViewPlan], log: &LogFlags) {
+    fn warn(&self, Planned { checkpoint, plans, .. }: &Planned, log: &LogFlags) {
         if log.quiet || (log.verbose > 0 && !self.json) {
             return;
         }
@@ -339,44 +377,6 @@ fn to_fetch(needs: &RemoteBytes) -> String {
     )
 }
 
-/// Members of the report that a volume adds to its plans.
-fn report_members(
-    checkpoint: &Checkpoint,
-    volume: &Volume,
-    config: &Config,
-    needs: Option<RemoteBytes>,
-) -> Map<String, Value> {
-    let row = |readers: &PermittedReaders| {
-        let permission = readers.permission;
-        json!({
-            "uid": permission.uid, "gid": permission.gid, "mode": format!("{:04o}", permission.mode),
-            "files": readers.files, "example": readers.example,
-        })
-    };
-    let readers = readers(checkpoint, &Mounter::of_this_process(), &ckfs_service::overrides(&config.mount));
-    let mut more = Map::from_iter([
-        ("materialized".to_owned(), volume.policy().to_json()),
-        ("readers".to_owned(), readers.iter().map(row).collect()),
-    ]);
-    more.extend(needs.map(|needs| ("remote".to_owned(), needs.to_json())));
-    more
-}
-
-/// The text of a plan, which a mount shows too.
-fn text(volume: &Volume, needs: Option<&RemoteBytes>) -> anyhow::Result<String> {
-    let node = tree::find(volume, PLAN)?;
-    let file = tree::OpenNode::open(volume, &node)?;
-    let mut text = Vec::new();
-    let mut add = |bytes: Served<'_>| {
-        text.extend(bytes.to_vec()?);
-        Ok(())
-    };
-    tree::stream(&file, PLAN, (0, node.attr.size_bytes), CHUNK_BYTES, &mut add)?;
-    let mut text = String::from_utf8_lossy(&text).into_owned();
-    text.push_str(&needs.map(remote_text).unwrap_or_default());
-    Ok(text)
-}
-
 /// Checks the directories that a mount would use.
 fn check_places(config: &Config, volume: &mut Volume) -> anyhow::Result<()> {
     if volume.policy().directory().is_some() {
@@ -395,16 +395,6 @@ fn check_places(config: &Config, volume: &mut Volume) -> anyhow::Result<()> {
         }
         result => Ok(result?),
     }
-}
-
-/// The views with the formats that they do not have.
-fn view_reports(plans: &[ViewPlan]) -> Vec<ViewReport<'_>> {
-    let row = |shown: &OmittedFormat| json!({"format": shown.format, "reason": shown.reason});
-    let more = |view: &ViewPlan| {
-        let missing: Value = unavailable(&view.plan).iter().map(row).collect();
-        Map::from_iter([("unavailable".to_owned(), missing)])
-    };
-    plans.iter().map(|of| ViewReport { name: &of.name, plan: &of.plan, more: more(of) }).collect()
 }
 
 /// Most devices that are listed one by one.

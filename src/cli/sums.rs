@@ -97,7 +97,7 @@ impl Sums {
         match &self.output {
             None if self.json => output::print_json(&list.json()),
             None => output::print(&list.text()),
-            Some(path) => output::replace(path, &list.text()),
+            Some(path) => output::replace(path, |new| fs::write(new, list.text())),
         }
     }
 }

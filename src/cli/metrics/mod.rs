@@ -84,7 +84,7 @@ impl MetricsCommand {
                 Err(Usage(format!("--textfile: expected a file, found {}", path.display())).into())
             }
             // The collector passes over the file beside it, whose name does not end in .prom.
-            Some(path) => output::replace(path, &mounts.text()),
+            Some(path) => output::replace(path, |new| fs::write(new, mounts.text())),
             None => output::print(&mounts.text()),
         }
     }
@@ -305,11 +305,11 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("ckfs.prom");
         for text in ["first\n", "2\n"] {
-            output::replace(&path, text).unwrap();
+            output::replace(&path, |new| fs::write(new, text)).unwrap();
             assert_eq!(fs::read_to_string(&path).unwrap(), text);
         }
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
-        assert!(output::replace(&directory.path().join("no/ckfs.prom"), "").is_err());
-        assert!(output::replace(Path::new("/"), "").unwrap_err().is::<Usage>());
+        assert!(output::replace(&directory.path().join("no/ckfs.prom"), |new| fs::write(new, "")).is_err());
+        assert!(output::replace(Path::new("/"), |new| fs::write(new, "")).unwrap_err().is::<Usage>());
     }
 }
