@@ -19,7 +19,6 @@
 //! Parsing does no I/O: only `load.rs` reads the files that settings name. The layers above interpret layout files,
 //! match a mesh with a checkpoint, and measure the memory.
 
-mod allow;
 mod excerpt;
 mod file;
 pub mod keywords;
@@ -33,7 +32,6 @@ pub mod pattern;
 mod python_dict;
 pub mod rename;
 mod rules;
-mod serving;
 mod setting;
 mod steps;
 mod table;
@@ -43,23 +41,21 @@ mod time_limit;
 pub mod value;
 mod value_types;
 
-pub use allow::Allow;
 pub use excerpt::excerpt;
 pub use file::{ConfigError, FileSettings};
 pub use layers::{LayerRanges, ranges};
 pub use merged::{Config, ViewConfig};
 pub use mesh::{DEVICES_LISTED_MAX, Mesh, MeshAxis};
 pub use near::{did_you_mean, folded, nearest};
-pub use pattern::{Pattern, PatternError};
+pub use pattern::{Allow, Pattern, PatternError};
 pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
-pub use serving::{ListenAddress, RepoName};
 pub use setting::{Arity, FieldAccess, Group, Setting, SettingScope};
 pub use steps::{Average, Steps};
 pub use table::{FORMER, KEYS, MountSettings, SETTINGS, ServeSettings, Settings, ViewSettings, former};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{
-    ByteCount, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LAYOUTS, LayoutChoice, Materialize, MergedLora,
-    ModelPart, OwnerId, ParamValue, PermissionBits, Prefetch, Quantize, Requantize, ShardChoice, THREADS_MAX,
-    ThreadCount, Tied, WholeNumber,
+    ByteCount, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LAYOUTS, LayoutChoice, ListenAddress, Materialize,
+    MergedLora, ModelPart, OwnerId, ParamValue, PermissionBits, Prefetch, Quantize, RepoName, Requantize, ShardChoice,
+    THREADS_MAX, ThreadCount, Tied, WholeNumber,
 };
