@@ -113,30 +113,20 @@ pub(super) fn helper_arguments(args: &[OsString]) -> anyhow::Result<Vec<OsString
     let request = parse_mount_helper(args).map_err(|error| Usage(error.to_string()))?;
     // Also where unknown options are passed over: half of a mesh is another mesh.
     options::check_commas(&request.options).map_err(|error| Usage(format!("-o: {error}")))?;
-    if request.fake {
-        // With `-f` nothing is mounted: plan shows whether a mount would succeed.
-        let mut args: Vec<OsString> = vec!["ckfs".into(), "plan".into()];
-        for (name, value) in &request.options {
-            // The settings for serving do not affect the view.
-            if Group::READERS.contains(&options::setting_of(name, value.as_deref()).map_err(Usage)?.group) {
-                args.push(options::flag_of(name, value.as_deref()).map_err(Usage)?.into());
-            }
-        }
-        args.extend(["--".into(), request.source]);
-        return Ok(args);
-    }
-    let mut args: Vec<OsString> = vec!["ckfs".into(), "mount".into()];
-    if request.verbose {
-        args.push("-v".into());
-    }
+    // With `-f` nothing is mounted: plan shows whether a mount would succeed.
+    let is_mount = !request.fake;
+    let mut args: Vec<OsString> = vec!["ckfs".into(), if is_mount { "mount" } else { "plan" }.into()];
+    args.extend((is_mount && request.verbose).then(|| "-v".into()));
     for (name, value) in &request.options {
         match options::flag_of(name, value.as_deref()) {
-            Ok(flag) => args.push(flag.into()),
-            Err(_) if request.sloppy => {}
+            // The settings for serving do not affect the view.
+            Ok((group, flag)) => args.extend((is_mount || Group::READERS.contains(&group)).then(|| flag.into())),
+            Err(_) if is_mount && request.sloppy => {}
             Err(error) => return Err(Usage(error).into()),
         }
     }
-    args.extend(["--".into(), request.source, request.mountpoint.into()]);
+    args.extend(["--".into(), request.source]);
+    args.extend(is_mount.then(|| request.mountpoint.into()));
     Ok(args)
 }
 
@@ -178,7 +168,12 @@ impl Mount {
     pub(super) fn run(&self, log: &LogFlags, sink: &Log, args: &[OsString]) -> anyhow::Result<()> {
         let config = self.config(log);
         if self.keep {
-            return self.keep(config?, sink);
+            // As the keeper of a daemon's mount.
+            let (config, mountpoint) = config?;
+            let file = self.flags.settings.config.as_deref().context("--keep: only with --config")?;
+            sink.switch(LogTarget::of_daemon(&mountpoint));
+            let timeout = config.start_limit.map(TimeLimit::duration).unwrap_or_default();
+            return Ok(keep(file, &mountpoint, timeout).inspect_err(|error| tracing::error!("{error}"))?);
         }
         if self.foreground || is_daemon() {
             let succession = match self.succeed.as_deref() {
@@ -211,17 +206,6 @@ impl Mount {
         let (source, path) = (config.source.unwrap_or_default(), mountpoint.display());
         tracing::info!("{source} is mounted on {path} by process {pid}");
         log.tell(sink, &format!("mounted on {path}; its log goes {place}; {served}"));
-        Ok(())
-    }
-}
-
-impl Mount {
-    /// As the keeper of a daemon's mount.
-    fn keep(&self, (config, mountpoint): (Config, PathBuf), log: &Log) -> anyhow::Result<()> {
-        let file = self.flags.settings.config.as_deref().context("--keep: only with --config")?;
-        log.switch(LogTarget::of_daemon(&mountpoint));
-        let timeout = config.start_limit.map(TimeLimit::duration).unwrap_or_default();
-        keep(file, &mountpoint, timeout).inspect_err(|error| tracing::error!("{error}"))?;
         Ok(())
     }
 }
@@ -473,10 +457,10 @@ mod tests {
             .map(|flag| flag.replace('-', "_"))
             .collect();
         for flag in &flags {
-            let known = [Some("?"), None].map(|value| options::setting_of(flag, value));
+            let known = [Some("?"), None].map(|value| options::flag_of(flag, value));
             assert_eq!(known.iter().all(Result::is_err), NO_OPTIONS.contains(&flag.as_str()), "{flag}");
         }
-        let error = options::setting_of("?", None).unwrap_err();
+        let error = options::flag_of("?", None).unwrap_err();
         let (_, options) = error.split_once("there are: ").unwrap();
         for option in options.split(", ") {
             assert!(flags.contains(&option.to_owned()), "{option} is no flag");

@@ -43,21 +43,14 @@ pub fn check_commas(options: &[(String, Option<String>)]) -> Result<(), String> 
     Err(format!("{:?} is no option: inside a value a comma is written \\,{written}: {list}={whole}", pieces.join(",")))
 }
 
-/// The setting that an option names.
+/// An option as a flag, and the group of its setting.
 ///
 /// # Errors
 /// The list of names, or that a value is missing or superfluous.
-pub fn setting_of(name: &str, value: Option<&str>) -> Result<&'static Setting, String> {
-    find(name, value).map(|(row, _)| row)
-}
-
-/// An option as a flag.
-///
-/// # Errors
-/// As [`setting_of`].
-pub fn flag_of(name: &str, value: Option<&str>) -> Result<String, String> {
+pub fn flag_of(name: &str, value: Option<&str>) -> Result<(Group, String), String> {
     let (row, _) = find(name, value)?;
-    Ok(value.map_or_else(|| format!("--{}", row.name), |value| format!("--{}={value}", row.name)))
+    let flag = value.map_or_else(|| format!("--{}", row.name), |value| format!("--{}={value}", row.name));
+    Ok((row.group, flag))
 }
 
 /// The settings of options.
