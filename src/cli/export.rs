@@ -7,7 +7,6 @@ mod directory;
 mod files;
 mod journal;
 mod parts;
-mod task;
 
 use std::{
     fs,
@@ -31,8 +30,7 @@ use self::{
     directory::{DirectoryExport, sync_directory},
     files::{create_target, replace_link},
     journal::{BusyTarget, Journal, complete, completed, end_of_tasks, interrupted},
-    parts::shares,
-    task::{ExportPart, ExportTask},
+    parts::{ExportPart, ExportTask, shares},
 };
 use super::{
     flags::{LogFlags, SourceFlags, source_help},
@@ -102,19 +100,15 @@ impl Export {
     /// The flags of a view, with the part of the model.
     fn flags(&self) -> SourceFlags {
         let mut flags = self.flags.clone();
-        flags.settings.view.part = self.part.iter().rev().find_map(|part| match part {
-            ExportPart::Model(part) => Some(*part),
-            ExportPart::Task(_) => None,
-        });
+        let model = |part: &ExportPart| if let ExportPart::Model(part) = part { Some(*part) } else { None };
+        flags.settings.view.part = self.part.iter().rev().find_map(model);
         flags
     }
 
     /// The task that this one is, if there are several.
     fn task(&self) -> Option<ExportTask> {
-        self.part.iter().rev().find_map(|part| match part {
-            ExportPart::Task(task) => Some(*task),
-            ExportPart::Model(_) => None,
-        })
+        let task = |part: &ExportPart| if let ExportPart::Task(task) = part { Some(*task) } else { None };
+        self.part.iter().rev().find_map(task)
     }
 
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
@@ -355,27 +349,22 @@ fn not_empty(directory: &Path) -> anyhow::Error {
 }
 
 fn check_target(directory: &Path, source: Option<&str>, force: bool) -> anyhow::Result<()> {
-    match fs::read_dir(directory) {
-        Ok(mut entries) => {
-            if !force && entries.next().is_some() {
-                // What is refused with --force too proposes no --force.
-                if let Some(mount) = ckfs_mounts().iter().find(|mount| real(directory).starts_with(&mount.mountpoint)) {
-                    let at = mount.mountpoint.display();
-                    bail!(
-                        "{}: lies in the ckfs mount {at}, which is read-only: give another directory",
-                        directory.display()
-                    );
-                }
-                if let Some(source) = source.map(Path::new).filter(|source| real(directory).starts_with(real(source))) {
-                    return Err(inside_source(directory, source));
-                }
-                return Err(not_empty(directory));
-            }
-            Ok(())
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(error).with_context(|| directory.display().to_string()),
+    let mut entries = match fs::read_dir(directory) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        found => found.with_context(|| directory.display().to_string())?,
+    };
+    if force || entries.next().is_none() {
+        return Ok(());
     }
+    // What is refused with --force too proposes no --force.
+    if let Some(mount) = ckfs_mounts().iter().find(|mount| real(directory).starts_with(&mount.mountpoint)) {
+        let (directory, at) = (directory.display(), mount.mountpoint.display());
+        bail!("{directory}: lies in the ckfs mount {at}, which is read-only: give another directory");
+    }
+    Err(match source.map(Path::new).filter(|source| real(directory).starts_with(real(source))) {
+        Some(source) => inside_source(directory, source),
+        None => not_empty(directory),
+    })
 }
 
 #[cfg(test)]

@@ -13,8 +13,7 @@ use indicatif::ProgressBar;
 use super::{
     super::tree::{self, PathNode},
     files::CHUNK_BYTES,
-    parts::Shares,
-    task::ExportTask,
+    parts::{ExportTask, Shares},
 };
 
 /// The object that says what is exported.

@@ -14,16 +14,14 @@ use std::{
 };
 
 use anyhow::Context;
-use ckfs_checkpoint::Checkpoint;
 use ckfs_host::budget::Budget;
 use ckfs_image::Segment;
 use ckfs_source::FileId;
-use ckfs_tensor::View;
 use ckfs_volume::{NodeKind, Volume};
 use indicatif::ProgressBar;
 use parking_lot::Mutex;
 
-use super::{super::tree, files::PartialFile, journal::Written};
+use super::{super::tree, files::PartialFile, journal::Written, parts::coded_chunks};
 
 /// Most bytes of a file that are made at once: rows of a transposed tensor that are made together visit the source once.
 const PART_BYTES: u64 = 16 << 20;
@@ -90,19 +88,6 @@ fn chunked_file<'a>(volume: &Volume, node: &'a tree::PathNode, file: usize) -> a
         }
     }
     Ok((most_bytes > 0).then_some(ChunkedFile { node, parts, together_bytes: most_bytes }))
-}
-
-/// The coded chunks that a view needs: file and place of the decoded bytes, and their number.
-pub(super) fn coded_chunks(checkpoint: &Checkpoint, view: &View) -> BTreeMap<(FileId, u64), u64> {
-    let mut coded = BTreeMap::new();
-    view.for_each_stored(&mut |tensor| {
-        let info = checkpoint.tensor(tensor);
-        let (file, span) = (info.file(), info.span());
-        if checkpoint.source().coded(file, span.start()).is_some() {
-            coded.insert((file, span.start()), span.len());
-        }
-    });
-    coded
 }
 
 /// Writes the files.

@@ -21,7 +21,7 @@ use super::{
     chunked,
     files::{CHUNK_BYTES, PartialFile, create_directories, parent, replace_link},
     journal::{CompleteFiles, Journal, Written, completed, state},
-    task::ExportTask,
+    parts::ExportTask,
 };
 
 /// Nodes of a volume go there.

@@ -18,7 +18,7 @@ use ckfs_host::if_there;
 use ckfs_service::identity;
 use serde_json::{Value, json};
 
-use super::task::ExportTask;
+use super::parts::ExportTask;
 
 /// The name of a journal.
 const NAME: &str = ".ckfs-export";

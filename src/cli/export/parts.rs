@@ -6,15 +6,84 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
+    fmt,
     hash::{DefaultHasher, Hash, Hasher},
+    str::FromStr,
 };
 
 use anyhow::Context;
+use ckfs_checkpoint::Checkpoint;
+use ckfs_config::{ModelPart, value::SettingValue};
 use ckfs_image::Segment;
+use ckfs_service::identity;
 use ckfs_source::FileId;
+use ckfs_tensor::View;
 use ckfs_volume::{NodeKind, Volume};
 
-use super::{super::tree::PathNode, chunked::coded_chunks, task::ExportTask};
+use super::super::tree::PathNode;
+
+/// Most tasks.
+const TASKS_MAX: usize = 1 << 16;
+
+/// Which of how many tasks this one is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ExportTask {
+    /// From 1.
+    pub(super) number: usize,
+    pub(super) of: usize,
+}
+
+/// What `--part` is in an export.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum ExportPart {
+    /// One of its tasks.
+    Task(ExportTask),
+    /// A part of the model.
+    Model(ModelPart),
+}
+
+impl FromStr for ExportPart {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.contains('/') || text.starts_with(|letter: char| letter.is_ascii_digit()) {
+            return text.parse().map(Self::Task);
+        }
+        ModelPart::from_word(text).map(Self::Model)
+    }
+}
+
+impl FromStr for ExportTask {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parsed = text.split_once('/').and_then(|(number, of)| Some((number.parse().ok()?, of.parse().ok()?)));
+        let (number, of): (usize, usize) = parsed.ok_or("expected K/N, for example 2/8")?;
+        if !(1..=TASKS_MAX).contains(&of) || number > of {
+            return Err(format!("expected K/N with K from 1 to N and N at most {TASKS_MAX}; 0/N is N/N"));
+        }
+        Ok(Self { number: if number == 0 { of } else { number }, of })
+    }
+}
+
+impl fmt::Display for ExportTask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.number, self.of)
+    }
+}
+
+impl ExportTask {
+    /// All tasks of the same export.
+    pub(super) fn all(self) -> impl Iterator<Item = Self> {
+        (1..=self.of).map(move |number| Self { number, ..self })
+    }
+
+    /// What all tasks of an export have in common: the plan and the sources, which files, and in how many shares.
+    pub(super) fn what(self, digest: &str, nodes: &[PathNode]) -> String {
+        let of = format!("{digest} parts {}", self.of);
+        identity::of_views(nodes.iter().map(|node| (node.path.as_str(), of.as_str())))
+    }
+}
 
 /// Copies of source files of at most this many bytes belong to no share: configurations, tokenizers.
 const SMALL_BYTES: u64 = 1 << 20;
@@ -109,6 +178,19 @@ fn reads(volume: &Volume, node: &PathNode) -> anyhow::Result<HashMap<Shared, u64
     Ok(reads)
 }
 
+/// The coded chunks that a view needs: file and place of the decoded bytes, and their number.
+pub(super) fn coded_chunks(checkpoint: &Checkpoint, view: &View) -> BTreeMap<(FileId, u64), u64> {
+    let mut coded = BTreeMap::new();
+    view.for_each_stored(&mut |tensor| {
+        let info = checkpoint.tensor(tensor);
+        let (file, span) = (info.file(), info.span());
+        if checkpoint.source().coded(file, span.start()).is_some() {
+            coded.insert((file, span.start()), span.len());
+        }
+    });
+    coded
+}
+
 /// A group for each file. Files that need the same bytes are in one group, unless all tasks together would read at most
 /// `excess_bytes` more if each of its files were in another.
 fn groups(files: usize, mut users: Vec<(u64, Vec<usize>)>, tasks: usize, mut excess_bytes: u64) -> Vec<usize> {
@@ -173,5 +255,15 @@ mod tests {
     fn tasks_get_about_the_same_bytes() {
         assert_eq!(balanced(&[0, 1, 0, 3, 4], &[5, 9, 5, 8, 1], 2), [0, 1, 0, 1, 0]);
         assert_eq!(balanced(&[0, 1], &[1, 1], 4), [0, 1]);
+    }
+
+    #[test]
+    fn tasks_are_counted_from_one_or_from_zero() {
+        let part = |text: &str| text.parse::<ExportTask>().map(|part| part.to_string());
+        assert_eq!(part("2/8"), Ok("2/8".to_owned()));
+        assert_eq!((part("0/4"), part("4/4")), (Ok("4/4".to_owned()), Ok("4/4".to_owned())));
+        for wrong in ["5/4", "1/0", "0/0", "1", "a/2", "-1/2", "1/2/3", "1/65537"] {
+            assert!(part(wrong).unwrap_err().starts_with("expected K/N"), "{wrong}");
+        }
     }
 }
