@@ -126,50 +126,18 @@ pub struct Setting {
     /// The default, if it is always the same.
     pub default: Option<&'static str>,
     /// Its name in files, if it differs.
-    key: Option<&'static str>,
+    pub(super) key: Option<&'static str>,
     /// Whether there is a flag, and an option of `-o`.
     pub is_flag: bool,
     /// Whether the short help shows it.
     pub is_common: bool,
     /// Whether `serve` takes it too, though it is one of `mount`.
-    is_served: bool,
+    pub(super) is_served: bool,
     /// Its place in a file.
     pub scope: SettingScope,
 }
 
-/// Changes of one field, for the rows of the table.
-macro_rules! with {
-    ($($(#[$doc:meta])* $name:ident($($arg:ident: $kind:ty)?) => $field:ident = $value:expr;)*) => {$(
-        $(#[$doc])*
-        pub(super) const fn $name(mut self $(, $arg: $kind)?) -> Self {
-            self.$field = $value;
-            self
-        }
-    )*};
-}
-
 impl Setting {
-    with! {
-        /// With its help, a sentence or two.
-        help(help: &'static str) => help = help;
-        /// With more help.
-        more(more: &'static str) => more = more;
-        /// With another name in files.
-        key(key: &'static str) => key = Some(key);
-        /// With a default that the help names.
-        default(default: &'static str) => default = Some(default);
-        /// In the short help too.
-        common() => is_common = true;
-        /// For `serve` too.
-        served() => is_served = true;
-        /// Above all tables of a file.
-        top() => scope = SettingScope::Top;
-        /// Without a key.
-        flag_only() => scope = SettingScope::None;
-        /// Without a flag.
-        file_only() => is_flag = false;
-    }
-
     /// Whether commands that take the settings of these groups take it as a flag.
     pub fn is_taken_with(&self, groups: &[Group]) -> bool {
         let also = self.is_served && groups.contains(&Group::Serve);
