@@ -19,16 +19,11 @@ use super::{
     value::{KeyForm, SettingField},
 };
 
-/// The form of the field that a function returns.
-const fn form_of<F: SettingField>(_: fn(&Settings) -> &F) -> KeyForm {
-    F::FORM
-}
-
 /// Access to a field of the settings, or of a part of them.
 macro_rules! at {
-    ([$($part:ident)?] $field:ident) => {
+    ([$($part:ident)?] $field:ident: $kind:ty) => {
         FieldAccess {
-            form: form_of(|settings| &settings.$($part.)?$field),
+            form: <$kind>::FORM,
             add: |settings, text| settings.$($part.)?$field.add(text),
             read: |settings, value| settings.$($part.)?$field.read(value),
             write: |settings| settings.$($part.)?$field.write(),
@@ -57,7 +52,7 @@ macro_rules! settings {
 
         const $rows: &[Setting] = &[$(Setting {
             $($with: $value,)*
-            ..$group.row($flag, $arity, at!($place $field))
+            ..$group.row($flag, $arity, at!($place $field: $kind))
         }),*];
     };
 }
