@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use anyhow::{Context, bail};
-use ckfs_config::{Config, Materialize};
+use ckfs_config::Materialize;
 use ckfs_fuse::block_signals;
 use ckfs_host::{Log, LogTarget, system_log};
 use ckfs_serve::{Door, ServeOptions};
@@ -63,40 +63,33 @@ impl Serve {
             sink.switch(LogTarget::file(path).with_context(|| format!("log file {}", path.display()))?);
         }
         let door = Door::bind(options)?;
-        serve(config, door, log, sink)
-    }
-}
-
-fn serve(mut config: Config, door: Door, flags: &LogFlags, log: &Log) -> anyhow::Result<()> {
-    let (address, s3) = (door.address(), door.s3_address());
-    let has_log_file = config.mount.log_file.is_some();
-    let tell_ready = |text: &str| {
-        flags.tell(log, text);
-        if !has_log_file {
-            // The log of a server has times.
-            log.switch(LogTarget::stderr());
-        }
-    };
-    system_log::set_subject(&[("CKFS_SOURCE", config.source.as_deref().unwrap_or_default())]);
-    let waits = wait_registry(&config.mount);
-    let logged = log.clone();
-    let wait_watch = open::ending(&waits, move || logged.finish());
-    let service = open::started(&mut config, &waits, wait_watch)?;
-    let label = service.label();
-    let all_sent = door.serve(&*service, log, |names| {
-        let (shown, label) = match service.content() {
-            AliveContent::Checkpoint(volume) => {
-                (format!("{} files and directories", Nodes::stat_fs(&**volume).nodes), label.to_owned())
+        let (address, s3) = (door.address(), door.s3_address());
+        let has_log_file = config.mount.log_file.is_some();
+        system_log::set_subject(&[("CKFS_SOURCE", config.source.as_deref().unwrap_or_default())]);
+        let waits = wait_registry(&config.mount);
+        let logged = sink.clone();
+        let wait_watch = open::ending(&waits, move || logged.finish());
+        let service = open::started(&mut config, &waits, wait_watch)?;
+        let label = service.label();
+        let all_sent = door.serve(&*service, sink, |names| {
+            let (shown, told) = match service.content() {
+                AliveContent::Checkpoint(volume) => {
+                    (format!("{} files and directories", Nodes::stat_fs(&**volume).nodes), label.to_owned())
+                }
+                AliveContent::Run(run) => (steps::shown(run), format!("{label} ({})", steps::shown(run))),
+            };
+            tracing::info!("serving {label} at http://{address}, {shown}");
+            log.tell(sink, &ready_text(&told, address, s3, names));
+            if !has_log_file {
+                // The log of a server has times.
+                sink.switch(LogTarget::stderr());
             }
-            AliveContent::Run(run) => (steps::shown(run), format!("{label} ({})", steps::shown(run))),
-        };
-        tracing::info!("serving {} at http://{address}, {shown}", service.label());
-        tell_ready(&ready_text(&label, address, s3, names));
-    })?;
-    if !all_sent {
-        bail!("answers were cut off; --drain TIME gives their readers longer");
+        })?;
+        if !all_sent {
+            bail!("answers were cut off; --drain TIME gives their readers longer");
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// What users need to know when requests are answered.
