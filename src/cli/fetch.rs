@@ -6,6 +6,7 @@ use anyhow::{anyhow, bail};
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::HfCache;
 use ckfs_plan::{FETCHED_BYTES, RemoteBytes, report::human_bytes};
+use ckfs_service::plan_views;
 use ckfs_source::{ByteSpan, FetchPart, FileId, RemoteSource, Source, remote::url_schemes};
 use ckfs_volume::ViewPlan;
 use clap::Args;
@@ -49,7 +50,7 @@ impl FetchCommand {
     pub(super) fn run(&self, log: &LogFlags) -> anyhow::Result<()> {
         let mut config = open::source_config(self.source.as_deref(), &self.flags)?;
         let checkpoint = open::checkpoint(&mut config)?;
-        let plans = open::plans(&checkpoint, &config)?;
+        let plans = plan_views(&checkpoint, &config).map_err(open::explained)?;
         let label = checkpoint.label();
         let needs = needs(&checkpoint, &plans)?;
         let (Some(before), Some(remote)) = (needs, checkpoint.source().remote()) else {

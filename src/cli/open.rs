@@ -3,15 +3,13 @@
 use std::{io, path::Path, sync::Arc};
 
 use anyhow::{Context, bail};
-use ckfs_checkpoint::{Checkpoint, CheckpointError};
+use ckfs_checkpoint::Checkpoint;
 use ckfs_config::{Config, MountSettings, Settings};
 use ckfs_fuse::interruptible;
 use ckfs_plan::ViewOptions;
-use ckfs_service::{
-    Alive, OpenError, WaitWatch, open_alive, open_checkpoint, open_volume, plan_views, wait_registry, watch,
-};
+use ckfs_service::{Alive, OpenError, WaitWatch, open_alive, open_checkpoint, open_volume, wait_registry, watch};
 use ckfs_source::{Wait, WaitRegistry};
-use ckfs_volume::{ViewPlan, Volume};
+use ckfs_volume::Volume;
 
 use super::{
     flags::SourceFlags,
@@ -145,11 +143,6 @@ pub(super) fn checkpoint(config: &mut Config) -> anyhow::Result<Arc<Checkpoint>>
     open_checkpoint(config, &waits).map_err(explained)
 }
 
-/// Whether a service failed, or refused the request.
-pub(super) fn is_of_service(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(CheckpointError::Remote(_)))
-}
-
 /// The volume of a configuration, ready for reads. Storage that does not answer ends this process from now on.
 ///
 /// # Errors
@@ -177,14 +170,6 @@ pub(super) fn started(
     drop(wait_watch);
     service.start().context("start a thread")?;
     Ok(service)
-}
-
-/// The plan of every view.
-///
-/// # Errors
-/// Everything wrong with any of the plans.
-pub(super) fn plans(checkpoint: &Checkpoint, config: &Config) -> anyhow::Result<Vec<ViewPlan>> {
-    plan_views(checkpoint, config).map_err(explained)
 }
 
 /// An error of opening, with what would help.

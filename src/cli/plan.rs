@@ -3,14 +3,14 @@
 use std::{collections::BTreeMap, ffi::OsString, fmt::Write as _, fs::File, io::Write as _, path::PathBuf, sync::Arc};
 
 use anyhow::{Context, bail};
-use ckfs_checkpoint::{Checkpoint, printable, runs::StepKind};
+use ckfs_checkpoint::{Checkpoint, CheckpointError, printable, runs::StepKind};
 use ckfs_config::{Config, SETTINGS, Settings, Steps};
 use ckfs_fuse::{MountError, check_mountpoint, is_passed};
 use ckfs_plan::{
     RemoteBytes,
     report::{Report, ViewReport, html, human_bytes, summary},
 };
-use ckfs_service::{quoted, steps::ListedStep, volume_of};
+use ckfs_service::{plan_views, quoted, steps::ListedStep, volume_of};
 use ckfs_tensor::EncodedMatrices;
 use ckfs_volume::{Mounter, OmittedFormat, PermittedReaders, ViewPlan, Volume, readers, unavailable};
 use clap::Args;
@@ -121,7 +121,7 @@ impl PlanCommand {
         let checkpoint = match open::checkpoint(&mut config) {
             Ok(opened) => opened,
             // A service that does not list the source would not list its steps either.
-            Err(error) if open::is_of_service(&error) => return Err(error),
+            Err(error) if matches!(error.downcast_ref(), Some(CheckpointError::Remote(_))) => return Err(error),
             Err(error) => {
                 let listed = if listed.is_empty() { steps::of_service(&config) } else { listed };
                 if listed.is_empty() || is_of_its_only_step(&listed) {
@@ -238,7 +238,7 @@ struct Planned {
 
 impl Planned {
     fn new(checkpoint: Arc<Checkpoint>, config: &Config) -> anyhow::Result<Self> {
-        let plans = open::plans(&checkpoint, config)?;
+        let plans = plan_views(&checkpoint, config).map_err(open::explained)?;
         // The layout of all files, made as for a mount, finds the plans that cannot be mounted.
         let mut volume = volume_of(&checkpoint, &plans, config).map_err(open::explained)?;
         check_places(config, &mut volume)?;
