@@ -40,8 +40,7 @@ use toml::{Spanned, de::DeTable};
 use super::{
     excerpt::excerpt,
     near::did_you_mean,
-    setting::{Setting, SettingScope},
-    table::{SETTINGS, Settings, ViewSettings, former},
+    table::{SETTINGS, Setting, SettingScope, Settings, ViewSettings, former},
     value::{Entries, Fault, Toml, deserialize, in_order},
     value_types::ShardChoice,
 };

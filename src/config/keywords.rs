@@ -3,8 +3,7 @@
 use toml::de::DeValue;
 
 use super::{
-    setting::{Arity, Group, Setting},
-    table::{self, SETTINGS, Settings},
+    table::{self, Arity, Group, SETTINGS, Setting, Settings},
     value::{KeyForm, Toml},
 };
 

@@ -7,8 +7,7 @@ use serde::{Serialize, Serializer};
 use super::{
     TimeLimit,
     file::{ConfigError, FileSettings},
-    setting::{Setting, SettingScope},
-    table::{MountSettings, SETTINGS, ServeSettings, Settings, ViewSettings},
+    table::{MountSettings, SETTINGS, ServeSettings, Setting, SettingScope, Settings, ViewSettings},
 };
 
 impl Settings {

@@ -32,7 +32,6 @@ pub mod pattern;
 mod python_dict;
 pub mod rename;
 mod rules;
-mod setting;
 mod steps;
 mod table;
 #[cfg(test)]
@@ -50,9 +49,11 @@ pub use near::{did_you_mean, folded, nearest};
 pub use pattern::{Allow, Pattern, PatternError};
 pub use rename::Rename;
 pub use rules::{CastRule, LogicalRule, ShardRule};
-pub use setting::{Arity, FieldAccess, Group, Setting, SettingScope};
 pub use steps::{Average, Steps};
-pub use table::{FORMER, KEYS, MountSettings, SETTINGS, ServeSettings, Settings, ViewSettings, former};
+pub use table::{
+    Arity, FORMER, FieldAccess, Group, KEYS, MountSettings, SETTINGS, ServeSettings, Setting, SettingScope, Settings,
+    ViewSettings, former,
+};
 pub use time_limit::{BoundedTime, TimeLimit, WaitTime, parse_age};
 pub use value_types::{
     ByteCount, Dequantize, Devices, DtypeChoice, GgufType, HfCache, LAYOUTS, LayoutChoice, ListenAddress, Materialize,

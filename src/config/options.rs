@@ -1,9 +1,6 @@
 //! Options of mount(8), `-o NAME=VALUE`: flags with underscores for dashes. And attributes of volumes: keys of the file, all of them words.
 
-use super::{
-    setting::{Arity, Group, Setting, SettingScope},
-    table::{SETTINGS, Settings, former, unknown},
-};
+use super::table::{Arity, Group, SETTINGS, Setting, SettingScope, Settings, former, unknown};
 
 /// The setting that an option names, and its value as a word.
 fn find<'a>(name: &str, value: Option<&'a str>) -> Result<(&'static Setting, &'a str), String> {
