@@ -51,7 +51,7 @@ impl ArchiveSpan {
     }
 }
 
-/// What each archive holds, or why it cannot be read.
+/// What each of many small archives holds, or why it cannot be read. The pickles of a group are in memory together.
 pub(crate) fn read_items(
     source: &dyn Source,
     items: &[ArchiveSpan],
@@ -64,7 +64,7 @@ pub(crate) fn read_items(
 }
 
 /// What `interpret` makes of each archive, or why it cannot be read. It is given the number of the archive and its pickle, which may name
-/// what `allowed` says; pickles are dropped one by one, since those of thousands of ranks together are large.
+/// what `allowed` says; pickles are dropped one by one, since those of whole files, or of thousands of ranks, are large together.
 pub(crate) fn read_opened<T: Send>(
     source: &dyn Source,
     items: &[ArchiveSpan],

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use ckfs_format::torch::{read::SavedTensor, state::TorchTensor};
+use ckfs_format::torch::{
+    read::{OpenedArchive, SavedTensor},
+    state::{TorchTensor, is_allowed},
+};
 use ckfs_source::{Duplicates, FileId};
 
 use super::super::{
@@ -90,7 +93,8 @@ pub(crate) fn read(
     problems: &mut Problems,
 ) -> Contents {
     let items: Vec<ArchiveSpan> = files.ids().map(|file| ArchiveSpan::whole(files.source, file)).collect();
-    let read = archive::read_items(files.source, &items);
+    let contents = |_: usize, opened: &OpenedArchive| opened.contents().map_err(|error| error.to_string());
+    let read = archive::read_opened(files.source, &items, is_allowed, &contents);
     let path = |id: FileId| files.path(id);
     let found = items.iter().zip(&read).filter_map(|(item, found)| Some((item.file, found.as_ref().ok()?)));
     let rows =
