@@ -187,7 +187,10 @@ pub(super) fn replace(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) 
     let name = path.file_name().ok_or_else(|| no_name(path))?;
     let beside = path.with_file_name(format!(".{}.{}.part", name.display(), std::process::id()));
     let written = write(&beside).and_then(|()| fs::rename(&beside, path));
-    written.inspect_err(|_| drop(fs::remove_file(&beside))).with_context(|| path.display().to_string())
+    // One that is there already may be another process's, of the same number in another namespace.
+    let is_own = |error: &io::Error| error.kind() != io::ErrorKind::AlreadyExists;
+    let clean = |error: &io::Error| is_own(error).then(|| fs::remove_file(&beside));
+    written.inspect_err(|error| drop(clean(error))).with_context(|| path.display().to_string())
 }
 
 /// The regular file to be replaced at a path. A link leads to its target. What is no regular file is refused.

@@ -197,7 +197,7 @@ pub(super) fn drafts(
 pub(super) fn drafts_of(
     (checkpoint, order): (&Checkpoint, Option<Order>),
     family: Option<&'static Family>,
-    tensors: Vec<(String, Result<View, Problem>)>,
+    tensors: Vec<(String, Result<View, Box<Problem>>)>,
     (whole, mesh): (Option<&Checkpoint>, &Mesh),
 ) -> Result<Tabled, Vec<Problem>> {
     let mut namer = Namer::new((checkpoint, order), family, BTreeSet::new());
@@ -230,7 +230,7 @@ pub(super) fn drafts_of(
                 drafts.push(Draft::new(name, view, roles));
             }
             (Ok(_), None) => {}
-            (Err(problem), _) => problems.push(problem),
+            (Err(problem), _) => problems.push(*problem),
         }
     }
     for (at, expert, key) in single {

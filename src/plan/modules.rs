@@ -132,7 +132,7 @@ pub(super) fn drafts(
             let patterns = || vec![Vec::new(); model.converters[*converter].from.len()];
             converted.entry((*converter, name)).or_insert_with(patterns)[*pattern].push(id);
         } else {
-            made.push((name.clone(), view(id, name)));
+            made.push((name.clone(), view(id, name).map_err(Box::new)));
         }
     }
     let layers = layers.iter().map(|(module, layer)| fused_of(module, layer, &view));
@@ -159,7 +159,7 @@ pub(super) fn drafts(
     if let Some((head, embedding)) = names::tied_head(checkpoint)
         && let Some(id) = checkpoint.find(&embedding)
     {
-        made.push((head.clone(), view(id, &head)));
+        made.push((head.clone(), view(id, &head).map_err(Box::new)));
     }
     if !problems.is_empty() {
         return Err(problems);
@@ -200,7 +200,7 @@ fn in_order(checkpoint: &Checkpoint, mut ids: Vec<TensorId>) -> Result<Vec<Tenso
 type ViewOf<'a> = dyn Fn(TensorId, &str) -> Result<View, Problem> + 'a;
 
 /// A tensor's name and view.
-type Shown = (String, Result<View, Problem>);
+type Shown = (String, Result<View, Box<Problem>>);
 
 /// The fused tensors of a layer: the matrices of each expert one after the other on axis 0, and the experts on a new axis 0.
 fn fused_of(module: &str, layer: &Layer, view: &ViewOf<'_>) -> Result<Vec<Shown>, Problem> {
@@ -231,7 +231,7 @@ fn fused_of(module: &str, layer: &Layer, view: &ViewOf<'_>) -> Result<Vec<Shown>
     let first = if gates == 0 { "up_proj" } else { "gate_up_proj" };
     let tensor = |word: &str, places: &[usize]| {
         let name = format!("{module}.experts.{word}");
-        let view = stacked(&name, places);
+        let view = stacked(&name, places).map_err(Box::new);
         (name, view)
     };
     Ok(vec![tensor(first, &[0, 1]), tensor("down_proj", &[2])])

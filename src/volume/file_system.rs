@@ -1,6 +1,7 @@
 //! The calls that a file system answers, whoever asks, and their types.
 
 use std::{
+    borrow::Cow,
     fs::File,
     ops::{ControlFlow, Deref},
     sync::Arc,
@@ -367,9 +368,11 @@ pub(super) fn copy_into(
 ) -> Result<(), FsError> {
     let mut copied = false;
     let read = fs.read(ino, handle, offset, target.len(), &mut |bytes| {
-        if let Ok(found) = bytes.to_vec()
-            && found.len() == target.len()
-        {
+        let found = match bytes {
+            Served::Memory(found) => Some(Cow::Borrowed(found)),
+            Served::Kernel(_) => bytes.to_vec().ok().map(Cow::Owned),
+        };
+        if let Some(found) = found.filter(|found| found.len() == target.len()) {
             target.copy_from_slice(&found);
             copied = true;
         }

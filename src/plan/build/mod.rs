@@ -416,7 +416,7 @@ impl<'a> Builder<'a> {
         let drafts = || {
             if !is_canonical {
                 let view = |(id, info): (TensorId, TensorInfo<'_>)| {
-                    (info.name.to_owned(), values.view(id, values.dtype_of(id, &[info.name])))
+                    (info.name.to_owned(), values.view(id, values.dtype_of(id, &[info.name])).map_err(Box::new))
                 };
                 let (tensors, split) = (seen.tensors().map(view).collect(), (Some(wanted.whole()), &options.mesh));
                 return canonical::drafts_of((seen, wanted.order), family, tensors, split);

@@ -5,7 +5,7 @@
 //! ```text
 //! if A then B else C      A ?? B (B where A is absent)      ||  &&  !
 //! == != < <= > >=         + - * / // %                      12  1.5  true  'text {template}'
-//! config.NAME             member of config.json, first of the text model's part; absent if neither has it
+//! config.NAME             member of config.json, of the text model's part if it has the name; absent if no plain value
 //! mesh.NAME               size of a mesh axis; absent if the mesh has none of that name
 //! name                    a parameter, a variable, a loop's variable, or a source tensor of the rule
 //! f(a, b)                 a function of the table below

@@ -7,7 +7,7 @@ use ckfs_checkpoint::{Checkpoint, SavedArguments};
 use serde::Deserialize;
 use serde_json::Value as Json;
 
-use super::super::{Problem, library::embedded_table, member::config_member};
+use super::super::{Problem, library::embedded_table, member::configs};
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -39,8 +39,10 @@ pub(super) fn problems(checkpoint: &Checkpoint, layout: &str) -> Vec<Problem> {
         let way = "Megatron-Bridge may convert it, and --layout stored shows it as it is";
         Some(problem(name, found, format!("the layout {layout} assumes {expected} ({way})")))
     });
-    let member =
-        |path: &str| config_member(checkpoint, &path.split('.').collect::<Vec<_>>()).filter(|of| of.is_number());
+    let member = |path: &str| {
+        configs(checkpoint)
+            .find_map(|config| path.split('.').try_fold(config, |of, key| of.get(key)).filter(|of| of.is_number()))
+    };
     let config = TABLE.config.iter().filter_map(|(name, members)| {
         // The number of groups has a default that counts only where heads share keys.
         let counts = name != "num_query_groups" || saved.get("group_query_attention") != Some(&Json::Bool(false));
