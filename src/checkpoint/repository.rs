@@ -276,7 +276,7 @@ impl Checkpoint {
     }
 
     /// This checkpoint with an adapter merged into its tensors. The table stays that of the stored tensors: what is made of one is
-    /// for the views of it ([`Checkpoint::merge_of`]).
+    /// for the views of it ([`Checkpoint::merges`]).
     ///
     /// # Errors
     /// As of [`Checkpoint::derived`]; none for a checkpoint as it was opened.
