@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, ops::Deref, sync::Arc};
 use ckfs_checkpoint::Checkpoint;
 use ckfs_config::did_you_mean;
 use ckfs_layouts::{EmbeddedLayout, embedded_layouts};
+use parking_lot::Mutex;
 
 use super::{
     layout_file::LayoutFile,
@@ -27,6 +28,9 @@ impl Deref for Embedded {
 /// Name of the parameter that chooses the file.
 pub(super) const FAMILY: &str = "family";
 
+/// The files that were asked for, by label: each is read once, also where each step of a run is planned.
+static FILES: Mutex<BTreeMap<&str, Arc<LayoutFile>>> = Mutex::new(BTreeMap::new());
+
 impl Embedded {
     /// The layout of that name.
     pub fn find(name: &str) -> Option<Self> {
@@ -47,15 +51,18 @@ impl Embedded {
     ///
     /// # Panics
     /// Never: a test reads all files.
-    pub fn family(self, name: &str) -> Option<LayoutFile> {
+    pub fn family(self, name: &str) -> Option<Arc<LayoutFile>> {
         let (label, text) =
             self.0.files.iter().find(|(label, _)| *label == name || label.rsplit('/').next() == Some(name))?;
-        let file = LayoutFile::parse(&format!("{label}.toml"), text);
-        Some(file.expect("the file is in the program, and a test reads it").embedded())
+        let read = || {
+            let file = LayoutFile::parse(&format!("{label}.toml"), text);
+            Arc::new(file.expect("the file is in the program, and a test reads it").embedded())
+        };
+        Some(Arc::clone(FILES.lock().entry(*label).or_insert_with(read)))
     }
 
     /// The file for the model that `config.json` names, if there is one.
-    pub(super) fn file_of(self, checkpoint: &Checkpoint) -> Option<LayoutFile> {
+    pub(super) fn file_of(self, checkpoint: &Checkpoint) -> Option<Arc<LayoutFile>> {
         let is_of = |file: &LayoutFile, wanted: &str| file.model_types.iter().any(|known| known == wanted);
         let files = || self.families().filter_map(|label| self.family(label));
         model_types(checkpoint).find_map(|wanted| files().find(|file| is_of(file, wanted)))
@@ -83,11 +90,11 @@ impl Embedded {
                 let near = did_you_mean("family", &name, short());
                 near.unwrap_or_else(|| format!("no family {name:?}; known: {}", known()))
             };
-            return Ok(Arc::new(self.family(&name).ok_or_else(|| problem(unknown()))?));
+            return self.family(&name).ok_or_else(|| problem(unknown()).into());
         }
         let types: Vec<&str> = model_types(checkpoint).collect();
         if let Some(file) = self.file_of(checkpoint) {
-            return Ok(Arc::new(file));
+            return Ok(file);
         }
         let reason = if types.is_empty() {
             format!("config.json names no model_type; choose a family by the parameter family: {}", known())

