@@ -200,7 +200,7 @@ impl Grant<'_> {
         uid == 0 || (uid == mounter.uid && mounter.passes(self.gates)) || self.gates.iter().all(through)
     }
 
-    /// Whether everybody except `uid` passes who is in the group `gid`, or of those who are not.
+    /// Whether every user except `uid` passes: the members of the group `gid`, or those outside it.
     fn admits_others(&self, uid: u32, gid: u32, are_members: bool) -> bool {
         let through = |gate: &AccessRule| {
             let (is_member, is_none) = (are_members && gate.gid == gid, !are_members && gate.gid == gid);
