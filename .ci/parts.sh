@@ -9,8 +9,8 @@ work=$TMPDIR
 export TMPDIR XDG_STATE_HOME=$TMPDIR/state # for the logs of daemons
 . .ci/common.sh
 rows=() failed=()
-# The parts that run beside others: name and process.
-declare -A beside=()
+# The parts that run: name and process, which leads a group of its own. What a part prints is in `$work/out.NAME`.
+declare -A running=()
 
 # Mount points below this run's directory, innermost first.
 left_behind() { awk -v below="$work/" 'index($5, below) == 1 { print $5 }' /proc/self/mountinfo | sort -r; }
@@ -18,9 +18,15 @@ left_behind() { awk -v below="$work/" 'index($5, below) == 1 { print $5 }' /proc
 finish() {
     local code=$? point
     trap - EXIT
-    # Groups of their own.
-    for name in "${!beside[@]}"; do kill -- "-${beside[$name]}" 2>/dev/null || true; done
+    for name in "${!running[@]}"; do kill -- "-${running[$name]}" 2>/dev/null || true; done
     wait
+    # Again at the end, where it is found.
+    for name in "${failed[@]}"; do
+        say $'\n'"=== of $name, which failed"
+        grep -E '^(test .* FAILED|FAILED |ERROR |WRONG|error|E  )|panicked at' "$work/out.$name" | head -n 40 >&2 || true
+        say "..."
+        tail -n 20 "$work/out.$name" >&2 || true
+    done
     while read -r point; do
         say "tests/run: left behind: $point"
         failed+=("mounts left behind")
@@ -45,24 +51,30 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# Runs one part with `set -e` in force (it would not be inside a condition). Its exit code and times are in files.
-run_part() {
-    local begun=$SECONDS code
-    running=$1
-    set +e
+# Starts one part with `set -e` in force (it would not be inside a condition). Its exit code and times are in files.
+start() {
+    local begun=$SECONDS
+    set -m
     (
-        trap 'times >"$work/times.$running"' EXIT
-        set -e
-        "part_$1"
-    )
-    code=$?
-    set -e
-    echo "$code $((SECONDS - begun))" >"$work/part.$1"
+        trap - EXIT INT TERM
+        [[ -z ${2:-} ]] || renice -n 19 -p "$BASHPID" >/dev/null
+        set +e
+        (
+            trap "times >'$work/times.$1'" EXIT
+            set -e
+            "part_$1"
+        )
+        echo "$? $((SECONDS - begun))" >"$work/part.$1"
+    ) >"$work/out.$1" 2>&1 &
+    running[$1]=$!
+    set +m
 }
 
-# Remembers how long a part took, how much processor time, and a failure.
-note() {
+# Waits for a part. Remembers how long it took, how much processor time, and a failure.
+join() {
     local seconds=0 code=1 failure='' processor
+    wait "${running[$1]}" || true
+    unset "running[$1]"
     read -r code seconds <"$work/part.$1" || true
     if ((code)); then failed+=("$1") failure=" FAILED"; fi
     processor=$(awk '{ gsub(/[ms]/, " "); sum += 60 * ($1 + $3) + $2 + $4 } END { print sum + 0 }' "$work/times.$1" || true)
@@ -72,16 +84,16 @@ note() {
 # What runs beside is shown when it is waited for.
 join_beside() {
     local name
-    for name in "${!beside[@]}"; do
-        say ""
-        say "=== waiting for $name, beside others"
-        renice -n 0 -g "${beside[$name]}" >/dev/null 2>&1 || true # what is left of it need not give way any more
-        wait "${beside[$name]}" || true
-        cat "$work/beside.$name" >&2
-        note "$name" " (beside others)"
-        unset "beside[$name]"
+    for name in "${!running[@]}"; do
+        say $'\n'"=== waiting for $name, beside others"
+        renice -n 0 -g "${running[$name]}" >/dev/null 2>&1 || true # what is left of it need not give way any more
+        follow "$name"
+        join "$name" " (beside others)"
     done
 }
+
+# Shows what a part prints, until its end.
+follow() { tail --lines=+1 --follow --pid="${running[$1]}" --sleep-interval=0.2 "$work/out.$1" >&2; }
 
 run_parts() {
     local name
@@ -89,21 +101,17 @@ run_parts() {
         [[ $name == wait || $(type -t "part_${name%&}") == function ]] || { say "tests/run: no part \"$name\""; exit 2; }
     done
     for name in "$@"; do
-        say ""
         case $name in
             wait) join_beside ;;
             *"&")
-                name=${name%&}
-                say "=== $name, beside the next parts"
-                set -m
-                (trap - EXIT INT TERM && renice -n 19 -p "$BASHPID" >/dev/null && run_part "$name") >"$work/beside.$name" 2>&1 &
-                beside[$name]=$!
-                set +m
+                say $'\n'"=== ${name%&}, beside the next parts"
+                start "${name%&}" beside
                 ;;
             *)
-                say "=== $name"
-                run_part "$name"
-                note "$name"
+                say $'\n'"=== $name"
+                start "$name"
+                follow "$name"
+                join "$name"
                 ;;
         esac
         [[ $name != host || ${#failed[@]} == 0 ]] || break

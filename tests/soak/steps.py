@@ -53,7 +53,7 @@ import soak  # noqa: E402
 VARIANTS = 4
 ALLOWED_ERRORS = {errno.EIO, errno.ENOENT}
 # A step must appear, or disappear, within this time. Most of it is for a machine that does other things too.
-SOON_SECONDS = 90
+SOON_SECONDS = 600
 # Files of a step that come this late after the one before may show a step that has no mark of its own: see `settle.rs`.
 QUIET_SECONDS = 0.4
 STEPS_MAX = 6
@@ -322,12 +322,14 @@ class Reader:
             self.check(kind, number, f"{way.__name__}", min(begin, self.begin), None, error)
 
 
-def read(work: Path, rows: dict, seed: int, stop, report) -> None:
+def read(work: Path, rows: dict, seed: int, stop, report, calls) -> None:
     wrong = None
     reader = Reader(work, rows, seed)
     while not stop.is_set() and wrong is None:
         try:
             reader.once()
+            with calls:
+                calls.value += 1
         except WrongError as error:
             wrong = str(error)
         except Exception:  # noqa: BLE001
@@ -744,17 +746,20 @@ class Soak:
         self.wrong += [text for writer in self.writers for text in writer.wrong]
         if self.wrong:
             return
-        report = self.context.Queue()
+        report, calls = self.context.Queue(), self.context.Value("Q")
+        args = (self.work, self.rows)
         processes = [
-            self.context.Process(target=read, args=(self.work, self.rows, self.rng.randrange(1 << 30), self.stop, report), daemon=True)
+            self.context.Process(target=read, args=(*args, self.rng.randrange(1 << 30), self.stop, report, calls), daemon=True)
             for _ in range(readers)
         ]
         threads = [threading.Thread(target=writer.work) for writer in self.writers]
         for worker in (*processes, *threads):
             worker.start()
         pids = {kind: mounting.daemon_pid(mount.point) for kind, mount in self.mounts.items()}
+        patient = time.monotonic() + soak.PATIENCE_SECONDS
+        while calls.value < soak.WARM_UP_CALLS and not self.stop.wait(0.1) and time.monotonic() < patient:
+            pass
         deadline = time.monotonic() + seconds
-        self.stop.wait(min(30, seconds / 3))
         start = {kind: soak.resources(pid) for kind, pid in pids.items()}
         self.stop.wait(max(0, deadline - time.monotonic()))
         self.stop.set()
@@ -762,7 +767,7 @@ class Soak:
             thread.join()
         counts: dict[str, int] = collections.Counter()
         for _ in processes:
-            found, wrong = report.get(timeout=90)
+            found, wrong = report.get(timeout=soak.PATIENCE_SECONDS)
             counts.update(found)
             self.wrong += [wrong] if wrong else []
         end = {kind: soak.resources(pid) for kind, pid in pids.items()}
