@@ -240,6 +240,25 @@ fn layers_of_multi_token_prediction_are_not_stacked() {
 }
 
 #[test]
+fn a_report_says_how_many_missing_names_it_leaves_out() {
+    let mut rows = repo::llama_rows(4, W);
+    rows.retain(|(name, ..)| !name.ends_with("up_proj.weight"));
+    let dir = tempfile::tempdir().unwrap();
+    let config = repo::llama_config(4);
+    repo::write_repo(dir.path(), &[rows], &config);
+    let checkpoint = repo::open(dir.path());
+    let options = ViewOptions { allow_missing: Allow::All, ..ViewOptions::default() };
+    let mut plan = Plan::build(&checkpoint, &options).unwrap();
+    assert_eq!(plan.missing.len(), 1);
+    for (count, more) in [(40, None), (43, Some("and 3 more"))] {
+        plan.missing = vec![plan.missing[0].clone(); count];
+        let text = report::view_text(&checkpoint, &plan);
+        assert_eq!(text.matches("up_proj").count(), 40, "{text}");
+        assert_eq!(text.lines().map(str::trim).find(|line| line.starts_with("and ")), more, "{text}");
+    }
+}
+
+#[test]
 fn ranges_of_layers_beyond_the_last_are_refused() {
     let dir = repo::llama(4, W);
     let checkpoint = repo::open(dir.path());

@@ -96,6 +96,11 @@ class Expected:
             return os.pread(file.fileno(), stop - start, start)
 
 
+def end_with_the_parent() -> None:
+    """One that outlives its parent would keep a mount busy."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
 class WrongError(Exception):
     """A client found wrong bytes or an unexpected error."""
 
@@ -181,6 +186,7 @@ WAYS = [read_whole, read_spans, read_direct, stat_all, read_bundle]
 
 def client(point: Path, expected: Expected, seed: int, faulted, stop, report, calls) -> None:
     """Reads until stopped. Reports the failure, if there was one, and the bytes that were compared."""
+    end_with_the_parent()
     rng, total, reads, errors, wrong = random.Random(seed), 0, 0, 0, None
     ways = WAYS if faulted is not None else [*WAYS, read_mapped]
     paths = sorted(expected.sizes)
@@ -415,8 +421,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=3)
     args = parser.parse_args()
     print(f"seed {args.seed}, {args.seconds:.0f} s, {mounting.find_ckfs()}", flush=True)
-    # A client that outlives this process would keep a mount busy.
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    end_with_the_parent()
     with tempfile.TemporaryDirectory(prefix="ckfs-soak.") as directory:
         work = Path(directory)
         try:

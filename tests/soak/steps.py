@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import json
@@ -323,6 +322,7 @@ class Reader:
 
 
 def read(work: Path, rows: dict, seed: int, stop, report, calls) -> None:
+    soak.end_with_the_parent()
     wrong = None
     reader = Reader(work, rows, seed)
     while not stop.is_set() and wrong is None:
@@ -816,8 +816,7 @@ def main() -> int:
     parser.add_argument("--templates", type=Path, help="a directory that keeps the steps of the frameworks for the next soak")
     args = parser.parse_args()
     print(f"seed {args.seed}, {args.seconds:.0f} s, {mounting.find_ckfs()}", flush=True)
-    # A reader that outlives this process would keep a mount busy.
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    soak.end_with_the_parent()
     with tempfile.TemporaryDirectory(prefix="ckfs-soak.") as directory:
         work = Path(directory)
         try:

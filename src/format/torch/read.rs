@@ -433,8 +433,8 @@ mod tests {
         }
     }
 
-    /// An archive as torch lays it out, with one tensor of this many elements.
-    fn large(elements: u32, byte_order: &str) -> Vec<u8> {
+    /// An archive as torch lays it out, with one tensor of this many elements, which has so many bytes.
+    fn large(elements: u32, bytes: usize, byte_order: &str) -> Vec<u8> {
         let pickle = [
             b"\x80\x02}(X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nByteStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuJ".as_slice(),
             &elements.to_le_bytes(),
@@ -443,7 +443,7 @@ mod tests {
             b"\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtRu.",
         ]
         .concat();
-        let data = vec![7; elements as usize];
+        let data = vec![7; bytes];
         let mut zip = crate::zip::write::ZipWriter::default();
         let mut bytes = Vec::new();
         for (name, data) in [("data.pkl", pickle.as_slice()), ("data/0", &data), ("byteorder", byte_order.as_bytes())] {
@@ -456,11 +456,17 @@ mod tests {
 
     #[test]
     fn a_large_archive_needs_its_two_ends() {
-        let (tensors, requests) = read(&large(100_000, "little")).unwrap();
+        let (tensors, requests) = read(&large(100_000, 100_000, "little")).unwrap();
         assert_eq!((tensors.len(), requests), (1, vec![2]));
         assert_eq!(tensors[0].span().end - tensors[0].span().start, 100_000);
-        let error = read(&large(10, "big")).unwrap_err().to_string();
-        assert_eq!(error, "torch archive: expected byte order \"little\", found \"big\"");
+        for (bytes, byte_order, expected) in [
+            (10, "big", "expected byte order \"little\", found \"big\""),
+            (9, "little", "entry \"x/data/0\": expected 10 bytes, found 9"),
+            (11, "little", "entry \"x/data/0\": expected 10 bytes, found 11"),
+        ] {
+            let error = read(&large(10, bytes, byte_order)).unwrap_err().to_string();
+            assert_eq!(error, format!("torch archive: {expected}"));
+        }
     }
 
     #[test]

@@ -24,7 +24,7 @@ use ckfs::{
     volume::{FileSystem, ViewPlan, Volume, VolumeOptions},
 };
 use half::bf16;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 fn fixture(family: &str) -> PathBuf {
@@ -332,6 +332,17 @@ fn what_megatron_says_of_its_weights_is_refused_where_it_is_not_assumed() {
         // As it is stored it may be had.
         Plan::build(&checkpoint, &ViewOptions { layout: Layout::Stored, ..ViewOptions::default() }).unwrap();
     }
+    // A member that is no number says nothing of a number, also where the text model's comes before that of the whole.
+    said("  rotary_base: 77");
+    let mut config = config.clone();
+    config["rope_theta"] = json!(10000.0);
+    config["text_config"] = json!({"rope_theta": {"full_attention": 10000.0}});
+    let config_from = Some(directory.path().join("config.json"));
+    fs::write(config_from.as_ref().unwrap(), config.to_string()).unwrap();
+    let config_from = config_from.map(|path| path.display().to_string());
+    let checkpoint = open(&saved, &OpenOptions { config_from, ..OpenOptions::default() });
+    let error = refusal(&checkpoint, ViewOptions::default());
+    assert!(error.contains("rotary_base=77, and config.json says rope_theta=10000.0"), "{error}");
 }
 
 fn rows(bytes: &[u8], width: usize, range: std::ops::Range<usize>) -> &[u8] {

@@ -87,8 +87,8 @@ pub struct Entry {
     /// The number of drops that this process knows of; see [`EntryMeta::dropped`].
     drops_known: AtomicU64,
     counters: Arc<RemoteCounters>,
-    /// Whether it was told that its files fail.
-    told: AtomicBool,
+    /// The kind of the last failure of its files, which was told.
+    failure: Mutex<Option<io::ErrorKind>>,
 }
 
 /// Milliseconds since shortly before the first call in this process: never 0, which means no use.
@@ -132,13 +132,13 @@ impl Entry {
             meta_is_old: AtomicBool::new(false),
             drops_known,
             counters,
-            told: AtomicBool::new(false),
+            failure: Mutex::new(None),
         }
     }
 
-    /// Tells once that its files fail, so that its object is read without them.
+    /// Tells that its files fail, so that its object is read without them: once for each kind of failure that follows another.
     pub(in super::super) fn note_failure(&self, error: &io::Error) {
-        if !self.told.swap(true, Ordering::Relaxed) {
+        if self.failure.lock().replace(error.kind()) != Some(error.kind()) {
             tracing::warn!("cache {}: {error}; read without the cache", self.name);
         }
     }
