@@ -54,6 +54,7 @@ trap 'exit 143' TERM
 # Starts one part with `set -e` in force (it would not be inside a condition). Its exit code and times are in files.
 start() {
     local begun=$SECONDS
+    : >"$work/out.$1"
     set -m
     (
         trap - EXIT INT TERM
@@ -65,7 +66,7 @@ start() {
             "part_$1"
         )
         echo "$? $((SECONDS - begun))" >"$work/part.$1"
-    ) >"$work/out.$1" 2>&1 &
+    ) >>"$work/out.$1" 2>&1 &
     running[$1]=$!
     set +m
 }
