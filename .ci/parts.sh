@@ -93,8 +93,11 @@ join_beside() {
     done
 }
 
-# Shows what a part prints, until its end.
-follow() { tail --lines=+1 --follow --pid="${running[$1]}" --sleep-interval=0.2 "$work/out.$1" >&2; }
+# Shows what a part prints, until its end. It is waited for, so that a signal is not.
+follow() {
+    tail --lines=+1 --follow --pid="${running[$1]}" --sleep-interval=0.2 "$work/out.$1" >&2 &
+    wait $!
+}
 
 run_parts() {
     local name

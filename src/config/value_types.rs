@@ -785,6 +785,17 @@ mod tests {
     }
 
     #[test]
+    fn a_whole_number_may_be_its_first_and_its_last() {
+        let found = |text: &str| ThreadCount::from_word(text).map(WholeNumber::count).ok();
+        assert_eq!(
+            (found("0"), found("1"), found("512"), found("513")),
+            (None, Some(1), Some(usize::from(THREADS_MAX)), None)
+        );
+        assert_eq!(OwnerId::from_word("4294967294").map(WholeNumber::number), Ok(u32::MAX - 1));
+        assert!(OwnerId::from_word("4294967295").is_err() && OwnerId::from_word("-1").is_err());
+    }
+
+    #[test]
     fn names_are_those_that_clients_take() {
         for text in ["org/name", "ckfs/x.y_z-1", "a/b"] {
             assert_eq!(RepoName::parse(text).unwrap().as_str(), text);

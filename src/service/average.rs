@@ -54,13 +54,16 @@ fn finished(config: &Config, options: &OpenOptions) -> Result<Vec<(u64, String)>
     let source = config.source.clone().ok_or_else(OpenError::no_source)?;
     let failed = |error| OpenError::Checkpoint { source_name: source.clone(), error };
     let directory = StepDirectory::new(&source, options).map_err(failed)?;
+    // What is written while they are measured is not silent.
+    let begun = SystemTime::now();
     let (found, measures) = directory.list_some((&FoundSteps::default(), &|_| false), &|_| true).map_err(failed)?;
-    let now = SystemTime::now();
     let steps = found.steps.iter().zip(measures).filter(|(step, measure)| match step.state {
         StepState::Complete => true,
         StepState::Unmarked => {
             let changed = measure.as_ref().map(|measure| measure.changed);
-            changed.and_then(|changed| now.duration_since(changed).ok()).is_some_and(|silent| silent >= QUIET_UNMARKED)
+            changed
+                .and_then(|changed| begun.duration_since(changed).ok())
+                .is_some_and(|silent| silent >= QUIET_UNMARKED)
         }
         StepState::Unfinished(_) => false,
     });

@@ -245,7 +245,7 @@ fn a_report_says_how_many_missing_names_it_leaves_out() {
     rows.retain(|(name, ..)| !name.ends_with("up_proj.weight"));
     let dir = tempfile::tempdir().unwrap();
     let config = repo::llama_config(4);
-    repo::write_repo(dir.path(), &[rows], &config);
+    repo::write_repo(dir.path(), &[&rows], &config);
     let checkpoint = repo::open(dir.path());
     let options = ViewOptions { allow_missing: Allow::All, ..ViewOptions::default() };
     let mut plan = Plan::build(&checkpoint, &options).unwrap();

@@ -184,6 +184,7 @@ impl Settling {
         let seen = &self.seen;
         let holds = |name: &str| seen.get(name).is_some_and(|seen| seen.is_finished) && !measures(name);
         let wants = |step: &FoundStep| !matches!(step.state, StepState::Unfinished(_)) && !holds(&step.name);
+        let begun = (Instant::now(), SystemTime::now());
         let (found, measures) = self.directory.list_some((&self.found, &holds), &wants)?;
         let names: HashSet<&str> = found.steps.iter().map(|step| step.name.as_str()).collect();
         self.seen.retain(|name, _| names.contains(name.as_str()));
@@ -191,7 +192,7 @@ impl Settling {
         let mut steps = Vec::with_capacity(found.steps.len());
         let mut left = opening;
         for (step, measured) in found.steps.iter().zip(measures).rev() {
-            let unfinished = self.judge(step, measured, &mut left, wants_again(&mut again)).err();
+            let unfinished = self.judge(step, measured, begun, &mut left, wants_again(&mut again)).err();
             let measure = self.seen.get(&step.name).and_then(|seen| seen.measure.clone());
             steps.push(ListedStep::new(step, &self.directory, measure, unfinished));
         }
@@ -200,11 +201,13 @@ impl Settling {
         Ok(Look { steps, found, again })
     }
 
-    /// Whether a step is finished, or why not. To open it takes from the time `left`. `again` learns when to look again.
+    /// Whether a step is finished, or why not. It was measured after `begun`. To open it takes from the time `left`. `again` learns
+    /// when to look again.
     fn judge(
         &mut self,
         step: &FoundStep,
         measured: Option<Measure>,
+        begun: (Instant, SystemTime),
         left: &mut Duration,
         mut again: impl FnMut(Duration),
     ) -> Result<(), String> {
@@ -236,7 +239,7 @@ impl Settling {
         if seen.measure.as_ref().map(|earlier| earlier.stamp) != Some(measure.stamp) {
             *seen = Seen::new(now, Some(measure.clone()));
         }
-        let silent = silent(seen.since, &measure, now, self.has_own_clock);
+        let silent = silent(seen.since, &measure, begun, self.has_own_clock);
         if silent < quiet {
             again(quiet.saturating_sub(silent));
             return Err("its files have just changed".to_owned());
@@ -253,9 +256,9 @@ impl Settling {
             again(Duration::ZERO);
             return Err("it is not opened yet: newer ones come first".to_owned());
         }
-        let begun = Instant::now();
+        let opening = Instant::now();
         let opened = Checkpoint::open(&self.directory.source_of(step), &self.options);
-        *left = left.saturating_sub(begun.elapsed());
+        *left = left.saturating_sub(opening.elapsed());
         let error = match opened {
             Ok(_) => {
                 seen.is_finished = true;
@@ -274,12 +277,13 @@ impl Settling {
     }
 }
 
-/// How long the files have not changed, at least: as this process has seen since a moment, and as the times of files tell.
-fn silent(since: Instant, measure: &Measure, now: Instant, has_own_clock: bool) -> Duration {
-    let by_clock = SystemTime::now().duration_since(measure.changed).unwrap_or_default();
+/// How long the files had not changed, at least, when the look that measured them began: as this process has seen since a moment, and
+/// as the times of files tell. To measure many steps, and to open others, takes a time in which they may have changed.
+fn silent(since: Instant, measure: &Measure, begun: (Instant, SystemTime), has_own_clock: bool) -> Duration {
+    let by_clock = begun.1.duration_since(measure.changed).unwrap_or_default();
     // Another clock may be wrong by seconds, and object stores tell whole ones.
     let trusted = if has_own_clock { by_clock } else { by_clock.saturating_sub(Duration::from_secs(5)) };
-    now.saturating_duration_since(since).max(trusted)
+    begun.0.saturating_duration_since(since).max(trusted)
 }
 
 /// A function that keeps the least of the times it is given.
@@ -418,6 +422,26 @@ fn add_inside(place: &Path, depth: usize, watched: &mut Vec<PathBuf>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn silence_ends_where_the_look_begins() {
+        let seconds = Duration::from_secs;
+        let begun = (Instant::now(), SystemTime::now());
+        let since = |before: u64| begun.0.checked_sub(seconds(before)).unwrap();
+        let changed = |time: SystemTime| {
+            let mut measure = Measure::of_state(1);
+            measure.changed = time;
+            measure
+        };
+        for (seen, written, own, other) in [(1, 0, 1, 1), (0, 7, 7, 2), (9, 7, 9, 9), (0, 3, 3, 0)] {
+            let measure = changed(begun.1.checked_sub(seconds(written)).unwrap());
+            let found = [true, false].map(|has_own_clock| silent(since(seen), &measure, begun, has_own_clock));
+            assert_eq!(found, [seconds(own), seconds(other)]);
+        }
+        // It changed, or was seen first, after the look began.
+        thread::sleep(Duration::from_millis(5));
+        assert_eq!(silent(Instant::now(), &changed(SystemTime::now()), begun, true), Duration::ZERO);
+    }
 
     #[test]
     fn fresh_steps_are_opened_one_look_after_the_other_the_newest_first() {
