@@ -693,7 +693,9 @@ fn readers_see_right_bytes_or_errors_while_steps_come_and_go() {
         thread::sleep(Duration::from_millis(120));
     }
     enough.store(true, Ordering::Relaxed);
-    readers.into_iter().for_each(|reader| reader.join().unwrap());
+    for reader in readers {
+        reader.join().unwrap();
+    }
     // In the end all steps are made anew, and everything is well.
     for number in 0..12 {
         let _ = fs::remove_dir_all(mount.run(&format!("checkpoint-{number}")));

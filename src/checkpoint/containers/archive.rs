@@ -172,3 +172,25 @@ fn supply(source: &dyn Source, group: &mut [Reading]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use ckfs_source::local::{LocalFiles, SourceIo};
+
+    use super::*;
+
+    #[test]
+    fn what_is_not_inside_its_file_is_not_read() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), [0; 100]).unwrap();
+        let source = LocalFiles::open(&[file.path().to_owned()], SourceIo::Pread).unwrap();
+        for (start, len) in [(0, 101), (90, 11), (u64::MAX, 1)] {
+            let item = ArchiveSpan { file: FileId(0), start, len };
+            let expected = format!("expected {len} bytes at {start}, found a file of 100");
+            assert_eq!(read_items(&source, &[item]).remove(0).unwrap_err(), expected);
+            assert_eq!(item.read(&source).unwrap_err(), expected);
+        }
+        let all = read_items(&source, &[ArchiveSpan::whole(&source, FileId(0))]).remove(0).unwrap_err();
+        assert!(all.starts_with("not a zip archive"), "{all}");
+    }
+}

@@ -18,7 +18,7 @@ use std::{
 use crate::common::repo;
 use ckfs::{
     checkpoint::{Checkpoint, OpenOptions},
-    plan::{Embedded, Layout, Plan, ViewOptions},
+    plan::{Embedded, Layout, Mesh, Plan, ViewOptions},
     read::EngineOptions,
     tensor::DType,
     volume::{FileSystem, ViewPlan, Volume, VolumeOptions},
@@ -255,7 +255,28 @@ fn megatrons_checkpoints_come_back_bit_for_bit() {
     }
 }
 
-/// Rows of a matrix of `width` bytes a row.
+/// Blocks that tensor parallelism cuts as a whole are found in what is made too.
+#[test]
+fn what_comes_back_is_cut_as_the_repository_is() {
+    for family in ["qwen3", "qwen3-moe"] {
+        let specs = |checkpoint: &Checkpoint| -> BTreeMap<String, String> {
+            let options = ViewOptions { mesh: Mesh::parse("tensor=2").unwrap(), ..ViewOptions::default() };
+            let plan = Plan::build(checkpoint, &back(options)).unwrap_or_else(|error| panic!("{family}: {error}"));
+            let text = |tensor: &ckfs::plan::PlannedTensor| {
+                plan.spec(tensor).to_json(tensor.view.shape().rank(), &plan.mesh).to_string()
+            };
+            plan.tensors.iter().map(|tensor| (tensor.name.clone(), text(tensor))).collect()
+        };
+        let directory = TempDir::new().unwrap();
+        let file = save(directory.path(), family, "megatron", &[]);
+        let found = specs(&with_config(&file, family, false));
+        let cut = |name: &str| found[name].as_str();
+        assert_eq!(cut("model.layers.1.self_attn.q_proj.weight"), r#"["tensor",null]"#, "{family}");
+        assert_eq!(cut("model.layers.1.self_attn.o_proj.weight"), r#"[null,"tensor"]"#, "{family}");
+        assert_eq!(found, specs(&repository(family).0), "{family}");
+    }
+}
+
 /// Megatron saves layers of two kinds one by one.
 #[test]
 fn megatrons_layers_with_and_without_experts_come_back() {
@@ -337,14 +358,14 @@ fn what_megatron_says_of_its_weights_is_refused_where_it_is_not_assumed() {
     let mut config = config.clone();
     config["rope_theta"] = json!(10000.0);
     config["text_config"] = json!({"rope_theta": {"full_attention": 10000.0}});
-    let config_from = Some(directory.path().join("config.json"));
-    fs::write(config_from.as_ref().unwrap(), config.to_string()).unwrap();
-    let config_from = config_from.map(|path| path.display().to_string());
+    fs::write(directory.path().join("config.json"), config.to_string()).unwrap();
+    let config_from = Some(directory.path().display().to_string());
     let checkpoint = open(&saved, &OpenOptions { config_from, ..OpenOptions::default() });
     let error = refusal(&checkpoint, ViewOptions::default());
     assert!(error.contains("rotary_base=77, and config.json says rope_theta=10000.0"), "{error}");
 }
 
+/// Rows of a matrix of `width` bytes a row.
 fn rows(bytes: &[u8], width: usize, range: std::ops::Range<usize>) -> &[u8] {
     &bytes[range.start * width..range.end * width]
 }
