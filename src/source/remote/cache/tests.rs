@@ -218,6 +218,7 @@ fn a_damaged_entry_is_made_anew() {
         fs::File::options().write(true).open(path.join(damage)).unwrap().set_len(3).unwrap();
         let entry = cache.entry(&object, "", "k").unwrap();
         assert_eq!((entry.size_bytes, missing(&entry, 0..7)), (100_000, vec![0..7]), "{damage}");
+        assert_eq!(fs::metadata(path.join("data")).unwrap().len(), 100_000, "{damage}");
     }
     fs::remove_file(path.join("map")).unwrap();
     cache.entry(&object, "", "k").unwrap();
@@ -367,7 +368,7 @@ impl tracing::Subscriber for Told {
 }
 
 #[test]
-fn an_entry_that_cannot_be_guarded_is_told_once() {
+fn an_entry_that_cannot_be_guarded_is_told_once_for_each_kind_of_failure() {
     let dir = tempfile::tempdir().unwrap();
     // A descriptor for writing alone gets no shared lock.
     let map = BlockMap::create(fs::File::create(dir.path().join("map")).unwrap(), BLOCK_BYTES).unwrap();
@@ -384,4 +385,9 @@ fn an_entry_that_cannot_be_guarded_is_told_once() {
         assert!(matches!(FetchError::of_cache(&entry, left), FetchError::NoRoom));
     });
     assert_eq!(told.0.load(std::sync::atomic::Ordering::Relaxed), 1);
+    // Another failure is told too.
+    tracing::subscriber::with_default(Arc::clone(&told), || {
+        (0..2).for_each(|_| drop(FetchError::of_cache(&entry, std::io::ErrorKind::NotFound.into())));
+    });
+    assert_eq!(told.0.load(std::sync::atomic::Ordering::Relaxed), 2);
 }
