@@ -118,8 +118,11 @@ impl Export {
             return self.run_into_bucket(source, directory, log);
         }
         let directory = std::path::absolute(directory).context("DIR")?;
-        let is_known = !interrupted(&directory).is_empty() || completed(&directory).is_some();
-        check_target(&directory, source, self.force || is_known)?;
+        if let Err(refusal) = check_target(&directory, source, self.force) {
+            // After the look that found something: what that is of, another task may just have begun.
+            let is_known = !interrupted(&directory).is_empty() || completed(&directory).is_some();
+            is_known.then_some(()).ok_or(refusal)?;
+        }
         let mut config = open::source_config(source, &self.flags())?;
         let Some(wanted) = config.mount.steps else {
             let written = self.export(&mut config, &directory, None, log)?;
@@ -214,6 +217,8 @@ impl Export {
         let tasks = self.task().map(shares_of).transpose()?;
         let mine = tasks.as_ref().map_or(&nodes[..], |(part, shares)| shares.of(*part));
         let mut told = Told { export: self, log, place: directory, nodes: mine, kept_files: 0 };
+        // In this order: what is there before the journals are looked for has one, or is complete.
+        let has_entries = fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some());
         let others = interrupted(directory);
         if !self.force && (others.is_empty() || tasks.is_some()) {
             if is_complete()? {
@@ -221,7 +226,7 @@ impl Export {
                 return Ok(told.done(Some(": complete already"), true));
             }
             let is_ours = journal.as_ref().is_some_and(|journal| journal.has_begun(directory)) || !others.is_empty();
-            if !is_ours && fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some()) {
+            if !is_ours && has_entries {
                 return Err(not_empty(directory));
             }
         }

@@ -1,7 +1,6 @@
 //! The calls that a file system answers, whoever asks, and their types.
 
 use std::{
-    borrow::Cow,
     fs::File,
     ops::{ControlFlow, Deref},
     sync::Arc,
@@ -368,11 +367,7 @@ pub(super) fn copy_into(
 ) -> Result<(), FsError> {
     let mut copied = false;
     let read = fs.read(ino, handle, offset, target.len(), &mut |bytes| {
-        let found = match bytes {
-            Served::Memory(found) => Some(Cow::Borrowed(found)),
-            Served::Kernel(_) => bytes.to_vec().ok().map(Cow::Owned),
-        };
-        if let Some(found) = found.filter(|found| found.len() == target.len()) {
+        if let Some(found) = bytes.to_vec().ok().filter(|found| found.len() == target.len()) {
             target.copy_from_slice(&found);
             copied = true;
         }
