@@ -61,7 +61,8 @@ start() {
         [[ -z ${2:-} ]] || renice -n 19 -p "$BASHPID" >/dev/null
         set +e
         (
-            trap "times >'$work/times.$1'" EXIT
+            times_of=$work/times.$1 # a variable of the shell: those of a function are gone when it fails
+            trap 'times >"$times_of"' EXIT
             set -e
             "part_$1"
         )
