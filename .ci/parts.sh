@@ -76,6 +76,7 @@ start() {
 join() {
     local seconds=0 code=1 failure='' processor
     wait "${running[$1]}" || true
+    kill -- "-${running[$1]}" 2>/dev/null || true # what it has left
     unset "running[$1]"
     read -r code seconds <"$work/part.$1" || true
     if ((code)); then failed+=("$1") failure=" FAILED"; fi

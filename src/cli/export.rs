@@ -121,7 +121,9 @@ impl Export {
         if let Err(refusal) = check_target(&directory, source, self.force) {
             // After the look that found something: what that is of, another task may just have begun.
             let is_known = !interrupted(&directory).is_empty() || completed(&directory).is_some();
-            is_known.then_some(()).ok_or(refusal)?;
+            if !is_known {
+                return Err(refusal);
+            }
         }
         let mut config = open::source_config(source, &self.flags())?;
         let Some(wanted) = config.mount.steps else {
