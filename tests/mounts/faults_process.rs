@@ -399,7 +399,11 @@ fn log_of_system(bench: &Bench, socket: &str, script: &str) -> String {
         ckfs = env!("CARGO_BIN_EXE_ckfs"),
     );
     let mut command = Command::new("unshare");
-    command.args(["-m", "sh", "-c", &script]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .args(["--mount", "--propagation", "slave", "sh", "-c", &script])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let child = command.spawn().unwrap();
     let mut buffer = [0; 8192];
     // Before the daemon ends, which drops a request for statistics that it has not answered.

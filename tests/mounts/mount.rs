@@ -951,7 +951,7 @@ fn users_mount_through_fusermount3() {
     }
     let base = tempfile::tempdir().unwrap();
     let mut command = Command::new("unshare");
-    command.args(["--mount", "--propagation", "private", "sh", "-c", SCRIPT, "sh"]);
+    command.args(["--mount", "--propagation", "slave", "sh", "-c", SCRIPT, "sh"]);
     command.arg(base.path()).arg(env::current_exe().unwrap()).args(TESTS);
     let output = command.output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);

@@ -454,7 +454,7 @@ fn a_user_without_privileges_reads_its_own_mount() {
     let inner = "./ckfs mount model mnt; trap './ckfs umount mnt' EXIT; cat mnt/full/embed mnt/hf/tokenizer.json \
                  mnt/.ckfs/manifest.json mnt/dev0/layers/scanned/wq >/dev/null; ls mnt/full/layers; stat -c %u:%g:%a mnt/full/embed";
     let output = Command::new("unshare")
-        .args(["--mount", "--propagation", "private", "sh", "-ec", outer, "sh"])
+        .args(["--mount", "--propagation", "slave", "sh", "-ec", outer, "sh"])
         .args([&nobody.to_string(), &ML.to_string(), inner])
         .current_dir(fixture.directory.path())
         .output()

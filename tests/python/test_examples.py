@@ -160,7 +160,7 @@ def test_pods_take_the_directory_above_the_mount(repo, fuse, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("only root makes such namespaces")
     source = repo("llama")
-    inside = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", POD, "sh", source.path]
+    inside = ["unshare", "--mount", "--propagation", "slave", "sh", "-ec", POD, "sh", source.path]
     environment = os.environ | {"CKFS": str(mounting.find_ckfs())}
     done = subprocess.run(inside, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     size = str(len(source.tensors["model.embed_tokens.weight"].data))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="takes parts of the ho
 
 def _inside(script: str, *words: object, env: dict | None = None, user: bool = False) -> subprocess.CompletedProcess:
     """A script of the shell in a mount namespace of its own; `$CKFS` is the program."""
-    space = ["unshare", *(["--user", "--map-root-user"] if user else []), "--mount", "--propagation", "private"]
+    space = ["unshare", *(["--user", "--map-root-user"] if user else []), "--mount", "--propagation", "slave"]
     return subprocess.run(
         [*space, "sh", "-ec", script, "sh", *map(str, words)],
         capture_output=True,

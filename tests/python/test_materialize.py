@@ -126,7 +126,7 @@ def test_in_a_user_namespace_nothing_is_written(repo, fuse, tmp_path):
     point.mkdir()
     mount = [find_ckfs(), "mount", repo("llama").path, point, "--materialize", tmp_path]
     script = '"$@" && ls "$POINT/hf" && umount "$POINT"'
-    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *mount]
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "slave", "sh", "-c", script, "sh", *mount]
     done = subprocess.run(inside, capture_output=True, text=True, env=os.environ | {"POINT": str(point)}, timeout=60)
     if "unshare" in done.stderr:
         pytest.skip(done.stderr)

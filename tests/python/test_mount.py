@@ -167,7 +167,7 @@ def test_an_unprivileged_user_mounts(repo, fuse):
     """Through fusermount3, in a mount namespace where `/dev/fuse` is open to all, as on most hosts."""
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else; as another user all tests run unprivileged anyway")
-    inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", AS_NOBODY, "sh"]
+    inside = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", AS_NOBODY, "sh"]
     with tempfile.TemporaryDirectory(prefix="ckfs-nobody-") as directory:
         os.chmod(directory, 0o755)  # pytest's own directories are closed to others
         command = [*inside, directory, mounting.find_ckfs(), repo("llama").path]
@@ -233,7 +233,7 @@ def test_mount_and_umount_programs(repo, tmp_path, fuse):
     if os.geteuid() != 0:
         pytest.skip("only root mounts by mount(8)")
     (tmp_path / "mnt").mkdir()
-    inside = ["unshare", "--mount", "--propagation", "private", "sh", "-c", BY_MOUNT, "sh"]
+    inside = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", BY_MOUNT, "sh"]
     command, source = [*inside, mounting.find_ckfs(), repo("llama").path], repo("llama").path
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode == 77:

@@ -52,7 +52,7 @@ class Bench:
         words = [str(self.program), "run", *map(str, flags), str(source or self.model), "--", *map(str, command)]
         if self.uid != os.getuid():
             user = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups", *words]
-            words = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", OPEN_DEVICE, "sh",
+            words = ["unshare", "--mount", "--propagation", "slave", "sh", "-ec", OPEN_DEVICE, "sh",
                      str(self.directory), *user]  # fmt: skip
         return words
 
@@ -227,7 +227,7 @@ def test_refusals_name_the_remedy(bench):
         pytest.skip("needs root")
     if bench.uid == 0:
         # Without the device.
-        words = ["unshare", "--mount", "--propagation", "private", "sh", "-ec",
+        words = ["unshare", "--mount", "--propagation", "slave", "sh", "-ec",
                  'mount -t tmpfs none "$0/dev"; mount --bind "$0/dev" /dev; exec "$@"', str(bench.directory)]  # fmt: skip
         expected = "/dev/fuse: not found; load the module"
     else:

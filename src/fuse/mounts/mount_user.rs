@@ -4,9 +4,9 @@
 //! another mount. No function here touches the mount's files. Open files are known by the
 //! mount id in `fdinfo`, mapped ones by their device, working directories by path.
 
-use std::{fmt, fs, path::Path};
+use std::{collections::HashSet, fmt, fs, path::Path};
 
-use super::mountinfo::{MountEntry, is_below, mount_id_of};
+use super::mountinfo::{Device, MountEntry, is_below, mount_id_of, mounts_of};
 
 /// A process that keeps a mount busy.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,11 +30,24 @@ const USERS_MAX: usize = 32;
 
 /// Finds the processes that use `mount`.
 pub(super) fn mount_users(mount: &MountEntry) -> Vec<MountUser> {
+    users(|process| hold_of(process, mount))
+}
+
+/// A process of each mount namespace, of this one too, that has a mount of `device`: its file system lives as long.
+pub(super) fn mounted_for(device: Device) -> Vec<MountUser> {
+    let mut seen = HashSet::new();
+    users(|process| {
+        let has = mounts_of(process).ok()?.iter().any(|entry| entry.device == device);
+        (has && seen.insert(fs::read_link(process.join("ns/mnt")).ok())).then_some("mount namespace")
+    })
+}
+
+fn users(mut hold_of: impl FnMut(&Path) -> Option<&'static str>) -> Vec<MountUser> {
     let Ok(processes) = fs::read_dir("/proc") else { return Vec::new() };
     let pids = processes.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     pids.filter_map(|pid| {
         let process = Path::new("/proc").join(pid.to_string());
-        let hold = hold_of(&process, mount)?;
+        let hold = hold_of(&process)?;
         let name = fs::read_to_string(process.join("comm")).unwrap_or_default().trim_end().to_owned();
         Some(MountUser { pid, name, hold })
     })
@@ -76,7 +89,7 @@ fn hold_of(process: &Path, mount: &MountEntry) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mounts::mountinfo::{Device, locate, mounts};
+    use crate::mounts::mountinfo::{locate, mounts};
 
     #[test]
     fn finds_this_process_and_what_it_holds() {
@@ -87,6 +100,8 @@ mod tests {
         let process = Path::new("/proc/self");
         assert_eq!(hold_of(process, &mount), Some("open file"));
         drop(file);
+        let spaces = mounted_for(mount.device);
+        assert!(spaces.iter().any(|user| user.hold == "mount namespace") && spaces.len() < 32, "{spaces:?}");
         let elsewhere = MountEntry {
             id: u64::MAX,
             mountpoint: "/nowhere".into(),
@@ -94,6 +109,7 @@ mod tests {
             ..mount
         };
         assert_eq!(hold_of(process, &elsewhere), None);
+        assert_eq!(mounted_for(elsewhere.device), []);
         let cwd = std::env::current_dir().unwrap();
         assert_eq!(hold_of(process, &MountEntry { mountpoint: cwd, ..elsewhere }), Some("working directory"));
     }

@@ -87,7 +87,12 @@ impl MountEntry {
 /// # Errors
 /// The table cannot be read, as when `/proc` is not mounted.
 pub(super) fn mounts() -> io::Result<Vec<MountEntry>> {
-    Ok(parse(&fs::read("/proc/self/mountinfo")?))
+    mounts_of(Path::new("/proc/self"))
+}
+
+/// All mounts that the process of this directory of `/proc` sees.
+pub(super) fn mounts_of(process: &Path) -> io::Result<Vec<MountEntry>> {
+    Ok(parse(&fs::read(process.join("mountinfo"))?))
 }
 
 /// All ckfs mounts that this process sees, live and stale; none if the table cannot be read.

@@ -21,7 +21,7 @@ use nix::{
 use super::{
     FS_TYPE,
     daemon::{Daemon, FoundDaemon},
-    mount_user::{MountUser, describe, mount_users},
+    mount_user::{MountUser, describe, mount_users, mounted_for},
     mountinfo::{is_stale, locate, mount_at},
 };
 use tracing::warn;
@@ -101,9 +101,13 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
                 let path = path.display();
                 match daemon {
                     FoundDaemon::By(daemon) if !daemon.ends_within(END_LIMIT) => {
-                        let pid = daemon.pid;
+                        let (pid, mut why) = (daemon.pid, String::new());
+                        let holders = mounted_for(entry.device);
+                        if !holders.is_empty() {
+                            why = format!(": its file system is still mounted elsewhere, {}", describe(&holders));
+                        }
                         warn!(
-                            "{path}: unmounted, but its daemon (process {pid}) still runs and has the source's files open"
+                            "{path}: unmounted, but its daemon (process {pid}) still runs and has the source's files open{why}"
                         );
                     }
                     FoundDaemon::Unknown => warn!(
