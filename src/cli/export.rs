@@ -118,13 +118,7 @@ impl Export {
             return self.run_into_bucket(source, directory, log);
         }
         let directory = std::path::absolute(directory).context("DIR")?;
-        if let Err(refusal) = check_target(&directory, source, self.force) {
-            // After the look that found something: what that is of, another task may just have begun.
-            let is_known = !interrupted(&directory).is_empty() || completed(&directory).is_some();
-            if !is_known {
-                return Err(refusal);
-            }
-        }
+        check_target(&directory, source, self.force)?;
         let mut config = open::source_config(source, &self.flags())?;
         let Some(wanted) = config.mount.steps else {
             let written = self.export(&mut config, &directory, None, log)?;
@@ -361,6 +355,10 @@ fn check_target(directory: &Path, source: Option<&str>, force: bool) -> anyhow::
         found => found.with_context(|| directory.display().to_string())?,
     };
     if force || entries.next().is_none() {
+        return Ok(());
+    }
+    // After the look that found something: what that is of, another task may just have begun.
+    if !interrupted(directory).is_empty() || completed(directory).is_some() {
         return Ok(());
     }
     // What is refused with --force too proposes no --force.

@@ -190,7 +190,8 @@ pub(super) fn replace(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) 
     // One that is there already may be another process's, of the same number in another namespace.
     let is_own = |error: &io::Error| error.kind() != io::ErrorKind::AlreadyExists;
     let clean = |error: &io::Error| is_own(error).then(|| fs::remove_file(&beside));
-    written.inspect_err(|error| drop(clean(error))).with_context(|| path.display().to_string())
+    let at = if written.as_ref().is_err_and(|error| !is_own(error)) { beside.as_path() } else { path };
+    written.inspect_err(|error| drop(clean(error))).with_context(|| at.display().to_string())
 }
 
 /// The regular file to be replaced at a path. A link leads to its target. What is no regular file is refused.
@@ -230,6 +231,16 @@ mod tests {
         {
             assert!(replaced(wrong).is_err(), "{}", wrong.display());
         }
+    }
+
+    #[test]
+    fn what_another_process_writes_is_left_and_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let part = directory.path().join(format!(".plan.html.{}.part", std::process::id()));
+        fs::write(&part, "another's").unwrap();
+        let refused = replace(&directory.path().join("plan.html"), |new| fs::File::create_new(new).map(drop));
+        assert!(format!("{:#}", refused.unwrap_err()).starts_with(&format!("{}: ", part.display())));
+        assert_eq!(fs::read_to_string(&part).unwrap(), "another's");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The calls that a file system answers, whoever asks, and their types.
 
 use std::{
+    borrow::Cow,
     fs::File,
     ops::{ControlFlow, Deref},
     sync::Arc,
@@ -367,7 +368,11 @@ pub(super) fn copy_into(
 ) -> Result<(), FsError> {
     let mut copied = false;
     let read = fs.read(ino, handle, offset, target.len(), &mut |bytes| {
-        if let Some(found) = bytes.to_vec().ok().filter(|found| found.len() == target.len()) {
+        let found = match bytes {
+            Served::Memory(bytes) => Cow::Borrowed(bytes),
+            Served::Kernel(_) => Cow::Owned(bytes.to_vec().unwrap_or_default()),
+        };
+        if found.len() == target.len() {
             target.copy_from_slice(&found);
             copied = true;
         }

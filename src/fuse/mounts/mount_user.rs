@@ -6,7 +6,7 @@
 
 use std::{collections::HashSet, fmt, fs, path::Path};
 
-use super::mountinfo::{Device, MountEntry, is_below, mount_id_of, mounts_of};
+use super::mountinfo::{MountEntry, is_below, mount_id_of, mounts_of};
 
 /// A process that keeps a mount busy.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,12 +33,16 @@ pub(super) fn mount_users(mount: &MountEntry) -> Vec<MountUser> {
     users(|process| hold_of(process, mount))
 }
 
-/// A process of each mount namespace, of this one too, that has a mount of `device`: its file system lives as long.
-pub(super) fn mounted_for(device: Device) -> Vec<MountUser> {
+/// A process of each mount namespace, of this one too, where the file system of `mount` is mounted: it lives as long.
+pub(super) fn mounted_for(mount: &MountEntry) -> Vec<MountUser> {
     let mut seen = HashSet::new();
     users(|process| {
-        let has = mounts_of(process).ok()?.iter().any(|entry| entry.device == device);
-        (has && seen.insert(fs::read_link(process.join("ns/mnt")).ok())).then_some("mount namespace")
+        let is_new = fs::read_link(process.join("ns/mnt")).map_or(true, |space| seen.insert(space));
+        // Numbers of devices are used again.
+        let is_it = |entry: &MountEntry| {
+            (entry.device, &entry.fs_type, &entry.source) == (mount.device, &mount.fs_type, &mount.source)
+        };
+        (is_new && mounts_of(process).ok()?.iter().any(is_it)).then_some("mount namespace")
     })
 }
 
@@ -89,7 +93,7 @@ fn hold_of(process: &Path, mount: &MountEntry) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mounts::mountinfo::{locate, mounts};
+    use crate::mounts::mountinfo::{Device, locate, mounts};
 
     #[test]
     fn finds_this_process_and_what_it_holds() {
@@ -100,8 +104,7 @@ mod tests {
         let process = Path::new("/proc/self");
         assert_eq!(hold_of(process, &mount), Some("open file"));
         drop(file);
-        let spaces = mounted_for(mount.device);
-        assert!(spaces.iter().any(|user| user.hold == "mount namespace") && spaces.len() < 32, "{spaces:?}");
+        assert!(mounted_for(&mount).iter().any(|user| user.hold == "mount namespace"));
         let elsewhere = MountEntry {
             id: u64::MAX,
             mountpoint: "/nowhere".into(),
@@ -109,7 +112,7 @@ mod tests {
             ..mount
         };
         assert_eq!(hold_of(process, &elsewhere), None);
-        assert_eq!(mounted_for(elsewhere.device), []);
+        assert_eq!(mounted_for(&elsewhere), []);
         let cwd = std::env::current_dir().unwrap();
         assert_eq!(hold_of(process, &MountEntry { mountpoint: cwd, ..elsewhere }), Some("working directory"));
     }

@@ -102,7 +102,7 @@ pub fn unmount(mountpoint: &Path, options: UnmountOptions) -> Result<(), Unmount
                 match daemon {
                     FoundDaemon::By(daemon) if !daemon.ends_within(END_LIMIT) => {
                         let (pid, mut why) = (daemon.pid, String::new());
-                        let holders = mounted_for(entry.device);
+                        let holders = mounted_for(&entry);
                         if !holders.is_empty() {
                             why = format!(": its file system is still mounted elsewhere, {}", describe(&holders));
                         }

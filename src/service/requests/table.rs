@@ -93,7 +93,7 @@ pub struct Requests<R = Box<dyn Refuse>> {
     shards: Box<[Mutex<Shard<R>>]>,
 }
 
-/// A request's place among them. Dropped, it takes the reply out.
+/// A request's place among them.
 #[derive(Debug)]
 pub(super) struct Ticket<R = Box<dyn Refuse>> {
     requests: Arc<Requests<R>>,

@@ -88,7 +88,7 @@ pub struct Entry {
     drops_known: AtomicU64,
     counters: Arc<RemoteCounters>,
     /// The kind of the last failure of its files, which was told.
-    failure: Mutex<Option<io::ErrorKind>>,
+    failure: Mutex<Option<(io::ErrorKind, Option<i32>)>>,
 }
 
 /// Milliseconds since shortly before the first call in this process: never 0, which means no use.
@@ -138,7 +138,8 @@ impl Entry {
 
     /// Tells that its files fail, so that its object is read without them: once for each kind of failure that follows another.
     pub(in super::super) fn note_failure(&self, error: &io::Error) {
-        if self.failure.lock().replace(error.kind()) != Some(error.kind()) {
+        let kind = (error.kind(), error.raw_os_error());
+        if self.failure.lock().replace(kind) != Some(kind) {
             tracing::warn!("cache {}: {error}; read without the cache", self.name);
         }
     }
