@@ -46,6 +46,13 @@ pub struct ParseRoomFull {
     pub limit: u64,
 }
 
+impl ParseRoomFull {
+    /// Whether a message tells of it, after whatever words: what was refused may be read later, when others are done.
+    pub fn is_told_in(message: &str) -> bool {
+        message.contains("together with those of other files that are read now")
+    }
+}
+
 /// What a text of JSON becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JsonForm {
@@ -154,7 +161,9 @@ mod tests {
         let (mut one, mut other) = (ROOM.hold(), ROOM.hold());
         one.grow(6 * MIB).unwrap();
         other.grow(4 * MIB).unwrap();
-        assert_eq!(one.grow(1), Err(ParseRoomFull { found: 10 * MIB + 1, limit: 10 * MIB }));
+        let full = ParseRoomFull { found: 10 * MIB + 1, limit: 10 * MIB };
+        assert_eq!(one.grow(1), Err(full));
+        assert!(ParseRoomFull::is_told_in(&format!("file: {full}")) && !ParseRoomFull::is_told_in("its values"));
         assert!(other.grow(u64::MAX).is_err());
         drop(one);
         other.grow(6 * MIB).unwrap();

@@ -105,3 +105,19 @@ def test_an_owner_that_a_user_namespace_does_not_know(repo, tmp_path):
 def test_run_without_a_place_for_its_mount(repo, tmp_path):
     said = run("run", repo("llama").path, "--", "true", env=os.environ | {"TMPDIR": "/proc/none"}, expect=1)
     assert "make a mountpoint there (TMPDIR names another directory)" in said.err
+
+
+def test_pickles_that_fit_one_after_the_other(tmp_path):
+    """Each takes more than half of the room for descriptions of a small machine, and threads read several at the same time."""
+    torch = pytest.importorskip("torch")
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    count = 8
+    for number in range(1, count + 1):
+        state = {f"w{number}": torch.full((4,), number), "log": list(range(500_000))}
+        torch.save(state, source / f"pytorch_model-{number:05}-of-{count:05}.bin")
+    (tmp_path / "meminfo").write_text("MemTotal: 262144 kB\n")
+    script = 'mount --bind "$1" /proc/meminfo; exec "$CKFS" cat "$2" full/w7 --layout stored'
+    read = _inside(script, tmp_path / "meminfo", source, env={"RAYON_NUM_THREADS": str(count)})
+    assert read.returncode == 0, read

@@ -7,6 +7,7 @@ use ckfs_format::torch::{
     read::{Allowed, OpenedArchive, SavedTensor, TorchArchive},
     state::{self, TorchContents},
 };
+use ckfs_host::parse_room::ParseRoomFull;
 use ckfs_source::{FileId, Source};
 use rayon::{
     iter::{IndexedParallelIterator, IntoParallelRefIterator, ParallelIterator},
@@ -75,7 +76,14 @@ pub(crate) fn read_opened<T: Send>(
         let mut alone = read_group(source, &[*item], allowed);
         interpret(number, &alone.next().expect("one archive was read")?)
     };
-    items.par_iter().enumerate().map(read).collect()
+    let mut all: Vec<Result<T, String>> = items.par_iter().enumerate().map(read).collect();
+    // A pickle may fit that did not fit beside those of other threads.
+    for (number, found) in all.iter_mut().enumerate() {
+        if found.as_ref().is_err_and(|message| ParseRoomFull::is_told_in(message)) {
+            *found = read((number, &items[number]));
+        }
+    }
+    all
 }
 
 /// An archive that is being read.
