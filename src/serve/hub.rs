@@ -36,7 +36,7 @@ use super::{
 };
 
 /// Most bytes of a request that names paths.
-const PATHS_BYTES_MAX: usize = 1 << 20;
+pub(super) const PATHS_BYTES_MAX: usize = 1 << 20;
 
 /// Most paths of such a request.
 const PATHS_MAX: usize = 1000;
@@ -129,7 +129,12 @@ pub(super) struct HubCall<'a> {
 }
 
 /// Answers a request.
-pub(super) async fn answer(served: &ServedSource, asked: HubRequest, call: &HubCall<'_>, body: Incoming) -> Answered {
+pub(super) async fn answer(
+    served: &ServedSource,
+    asked: HubRequest,
+    call: &HubCall<'_>,
+    body: &mut Incoming,
+) -> Answered {
     let (id, revision, asked) = match asked {
         HubRequest::All { of_models } => {
             let all = if of_models { served.repositories(call.visitor).await } else { Vec::new() };
@@ -352,7 +357,7 @@ fn origin(headers: &HeaderMap) -> String {
     if host.is_empty() { String::new() } else { format!("{scheme}://{host}") }
 }
 
-async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: Incoming) -> Answered {
+async fn of_paths(repository: &ServedRepository, call: &HubCall<'_>, body: &mut Incoming) -> Answered {
     let malformed = |what: &str| hub_error(StatusCode::BAD_REQUEST, "BadRequest", what);
     let body = Limited::new(body, PATHS_BYTES_MAX).collect().await;
     let body = body.map_err(|_| malformed(&format!("paths: expected at most {PATHS_BYTES_MAX} bytes")))?;

@@ -34,7 +34,7 @@ pub(super) struct Router {
 
 impl Router {
     /// Answers a request.
-    pub(super) async fn answer(&self, request: Request<Incoming>, peer: IpAddr) -> Reply {
+    pub(super) async fn answer(&self, request: Request<&mut Incoming>, peer: IpAddr) -> Reply {
         match (Caller::of(&request, peer), &self.sorted) {
             (Ok(caller), None) => self.answer_http(request, &caller).await,
             (Ok(caller), Some(sorted)) => {
@@ -46,7 +46,7 @@ impl Router {
         }
     }
 
-    async fn answer_http(&self, request: Request<Incoming>, caller: &Caller) -> Reply {
+    async fn answer_http(&self, request: Request<&mut Incoming>, caller: &Caller) -> Reply {
         let (parts, body) = request.into_parts();
         let (method, path) = (&parts.method, parts.uri.path());
         // Probes of orchestrators have no token.

@@ -21,8 +21,16 @@ use futures_util::{
     FutureExt,
     future::{Either, select},
 };
-use http::{Request, StatusCode};
-use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use http::{
+    Request, StatusCode,
+    header::{CONNECTION, EXPECT},
+};
+use http_body_util::BodyExt;
+use hyper::{
+    body::{Body, Bytes, Incoming},
+    server::conn::http1,
+    service::service_fn,
+};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use nix::sys::{
     resource::{Resource, getrlimit},
@@ -34,6 +42,7 @@ use tokio_io_timeout::TimeoutWriter;
 use super::{
     answer::{self, Reply},
     connections::{ConnectionPlace, Connections},
+    hub,
     options::{ServeError, ServeOptions},
     reads::ServedReads,
     router::Router,
@@ -278,8 +287,38 @@ async fn speak(
     }
 }
 
-/// Answers a request; a panic is that request's error.
+/// Answers a request, and takes in a body that the answer did not need: if some of it is still on its way, the connection would be
+/// closed after the answer, when the client may have sent its next request already.
 async fn guarded(router: &Router, request: Request<Incoming>, peer: IpAddr) -> Reply {
+    let (parts, mut body) = request.into_parts();
+    // Such a client sends its body only when it is asked to.
+    let asks_first = parts.headers.contains_key(EXPECT);
+    let reply = caught(router, Request::from_parts(parts, &mut body), peer).await;
+    if body.is_end_stream() || reply.headers().contains_key(CONNECTION) {
+        return reply;
+    }
+    if !asks_first && timeout(HEAD_LIMIT, is_taken_in(&mut body)).await.unwrap_or(false) {
+        return reply;
+    }
+    answer::with_header(reply, CONNECTION, "close")
+}
+
+/// Whether a body ends within the bytes that bodies have.
+async fn is_taken_in(body: &mut Incoming) -> bool {
+    let mut left = hub::PATHS_BYTES_MAX;
+    if body.size_hint().lower() > left as u64 {
+        return false;
+    }
+    while let Some(frame) = body.frame().await {
+        let bytes = frame.map_or(usize::MAX, |frame| frame.data_ref().map_or(0, Bytes::len));
+        let Some(less) = left.checked_sub(bytes) else { return false };
+        left = less;
+    }
+    true
+}
+
+/// Answers a request; a panic is that request's error.
+async fn caught(router: &Router, request: Request<&mut Incoming>, peer: IpAddr) -> Reply {
     let shown = format!("{} {}", request.method(), request.uri().path());
     let answered = timeout(ANSWER_LIMIT, AssertUnwindSafe(router.answer(request, peer)).catch_unwind()).await;
     match answered {

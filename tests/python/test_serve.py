@@ -6,9 +6,11 @@ from __future__ import annotations
 import concurrent.futures
 import email.utils
 import hashlib
+import http.client
 import json
 import os
 import re
+import select
 import shutil
 import socket
 import subprocess
@@ -798,6 +800,35 @@ def test_a_source_that_changes_ends_the_answer_and_is_named(fresh, home: Path) -
         assert reply.status == 503 and body.startswith(b"degraded\nsource changed: ") and str(source).encode() in body
         assert server.get("/healthz") == b"alive\n"
         assert "ckfs_degraded 1\n" in server.get("/metrics").decode()
+
+
+def test_a_body_on_its_way_leaves_the_connection_open(server: Server) -> None:
+    """A client sends head and body in two packets, and its next request after an answer that did not need the body."""
+
+    def answer(client: socket.socket, method: str) -> tuple[int, bool]:
+        reply = http.client.HTTPResponse(client, method=method)
+        reply.begin()
+        reply.read()
+        return reply.status, reply.will_close
+
+    body = b'{"paths": ["x"]}'
+
+    def head(length: int, *more: str) -> bytes:
+        lines = ["POST /api/models/gpt2/paths-info/main HTTP/1.1", "Host: x", f"Content-Length: {length}", *more, "", ""]
+        return "\r\n".join(lines).encode()
+
+    with socket.create_connection((server.host, server.port), timeout=60) as client:
+        for _ in range(3):
+            client.sendall(head(len(body)))
+            select.select([client], [], [], 0.2)  # A server that does not wait for the body has answered.
+            client.sendall(body)
+            assert answer(client, "POST") == (404, False)
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer(client, "GET") == (200, False)
+    for sent in (head(len(body), "Expect: 100-continue"), head(1 << 30)):
+        with socket.create_connection((server.host, server.port), timeout=60) as client:
+            client.sendall(sent)
+            assert answer(client, "POST") == (404, True)
 
 
 def test_pipelined_requests_are_answered_in_order(server: Server, exported: Path) -> None:

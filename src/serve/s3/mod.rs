@@ -59,7 +59,7 @@ const BUCKET_HOST: &str = "ckfs.localhost";
 pub(super) async fn answer(
     (options, served): (&ServeOptions, &ServedSource),
     sorted: &Arc<SortedDirectories>,
-    request: Request<Incoming>,
+    request: Request<&mut Incoming>,
     caller: &Caller,
 ) -> Answered {
     let (parts, _) = request.into_parts();
